@@ -1,0 +1,94 @@
+"""Frozen settings of one server. Plain data: torch-free, msgspec-encodable, passed whole to the engine process.
+
+How they come to be (defaults < YAML < flags, platform defaults with reasons) is resolve.py's business; every value
+that was not the built-in default has an entry in `EngineConfig.provenance`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ModelSettings(msgspec.Struct, frozen=True):
+    model: str = "demo"  # folder, .gguf file, hub repository id, "demo"
+    revision: str = ""
+    tokenizer: str = ""  # "" = the model's own
+    chat_template: str = ""  # path or text; "" = the model's own
+    load_format: str = "auto"  # auto | safetensors | gguf | pt | dummy
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    max_model_len: int = 0  # tokens; 0 = the model's context, or what fits the memory
+    offline: bool = False
+    download_dir: str = ""
+    hf_overrides: dict[str, Any] = {}
+    generation_defaults: bool = (
+        True  # take temperature, top_p, ... defaults from generation_config.json
+    )
+
+
+class DeviceSettings(msgspec.Struct, frozen=True):
+    device: str = "auto"  # auto | cpu | cuda | cuda:1 | ...
+    tensor_parallel_size: int = 1
+    threads: int = 0  # CPU compute threads; 0 = physical cores within affinity and cgroup
+    force: dict[str, str] = {}  # op -> implementation
+    disable: tuple[str, ...] = ()
+    only_verified: bool = False
+    self_test: bool = True
+    worker: str = "auto"  # auto | inproc | process
+    distributed_init: str = ""  # rendezvous for tensor parallelism; "" = a private file
+
+
+class CacheSettings(msgspec.Struct, frozen=True):
+    block_size: int = 0  # tokens; 0 = what the chosen implementations prefer
+    kv_cache_memory: int = 0  # bytes; 0 = from memory_utilization
+    memory_utilization: float = 0.9  # of the memory that is really free at start
+    kv_cache_dtype: str = "auto"  # auto = the compute dtype
+    num_blocks: int = 0  # exact number of blocks of the full group (tests); 0 = from memory
+    prefix_caching: bool = True
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True):
+    max_num_seqs: int = 256  # running requests
+    max_num_batched_tokens: int = 0  # tokens a step (chunk size); 0 = the platform's default
+    policy: str = "fcfs"  # fcfs | priority
+    overlap: bool = True
+    max_waiting: int = 1024  # requests in the queue beyond the running ones; 0 = no limit
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str = ""
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    root_path: str = ""
+    cors_origins: tuple[str, ...] = ("*",)
+    max_body_bytes: int = 32 << 20
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_stop: int = 16
+    max_stop_bytes: int = 1024
+    max_nesting: int = 64
+    drain_seconds: float = 30.0
+    log_level: str = "info"
+    log_requests: bool = False
+    response_role: str = "assistant"
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """Who set a value: "flag --max-model-len", "file config.yaml", "platform cpu", and why."""
+
+    path: str
+    value: Any
+    source: str
+    reason: str = ""
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    model: ModelSettings = ModelSettings()
+    device: DeviceSettings = DeviceSettings()
+    cache: CacheSettings = CacheSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    server: ServerSettings = ServerSettings()
+    provenance: tuple[Provenance, ...] = ()

@@ -1,0 +1,64 @@
+"""ModelSpec: what a checkpoint says of its architecture, in one form for every source. Torch-free.
+
+Made from a Hugging Face config.json or from GGUF metadata (engine/weights reads both); used by the engine to plan,
+by `explain`, and by the model families to build themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of some layers. `scaling` holds Hugging Face's own keys (rope_type, factor, ...)."""
+
+    theta: float = 10000.0
+    rotary_dim: int = 0  # 0 = head_dim
+    scaling: dict[str, Any] = field(default_factory=dict)
+    # per-dimension factors stored as a tensor in the file (GGUF rope_freqs.weight), length rotary_dim / 2
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    architecture: str  # a name of the model registry: "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_position: int  # context the checkpoint was made for, scaling included
+    norm_eps: float
+    activation: str = "silu"  # "silu" | "gelu_tanh" | "gelu"
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v
+    output_bias: bool = False  # on o
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: float = (
+        0.0  # 1.0: the norm multiplies by (1 + w) (Gemma in Hugging Face form; GGUF stores 1 + w)
+    )
+    windows: tuple[
+        int, ...
+    ] = ()  # one a layer: visible keys including self, 0 = full; () = all full
+    ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
+    rope_of_layer: tuple[int, ...] = ()  # index into ropes, one a layer; () = all 0
+    attention_scale: float = 0.0  # 0 = head_dim ** -0.5
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    dtype: str = "float32"  # dtype the checkpoint stores (the widest one for mixed files)
+    scheme: str = ""  # quantization of the file, for people: "Q4_1", "Q4_K_M", "" = none
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def rope(self, layer: int) -> RopeSpec:
+        return self.ropes[self.rope_of_layer[layer] if self.rope_of_layer else 0]

@@ -1,0 +1,79 @@
+"""The paged-attention contract: one class, one plan a step, write and attend a layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace.platforms.batch import BatchView
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.graph import GraphSupport
+from headrace.platforms.kv_layout import KVFormat
+from headrace.platforms.queries import AttentionQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PagedAttention(ABC):
+    """Varlen attention over a paged KV cache: prefill, chunks, decode and mixtures in one call.
+
+    Conventions that corrupt results silently when missed: the causal mask is aligned to the bottom right (query i of
+    n sees seq_len - n + i + 1 keys); `window` counts visible keys including the query's own; slot -1 is skipped;
+    block tables are int32, slots int64; if a log-sum-exp is returned it is the natural one.
+    """
+
+    graph: ClassVar[GraphSupport] = GraphSupport.NEVER
+
+    def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
+        self.query = query
+        self.runtime = runtime
+
+    @classmethod
+    @abstractmethod
+    def kv_formats(cls, query: AttentionQuery) -> Sequence[KVFormat]:
+        """Layouts and block sizes this implementation reads, best first. Pure."""
+
+    @abstractmethod
+    def plan(self, batch: BatchView, group: int, static: Any | None = None) -> Any:
+        """Host work of a step for one KV group, outside captures. With `static`, fill buffers of fixed address."""
+
+    @abstractmethod
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: Any,
+    ) -> None:
+        """Scatter k, v [T, Hkv, D] into the caches [P, Hkv, S, D] at the plan's slots. Capturable."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: Any,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, Dv]. Capturable, no host synchronisation."""
+
+
+class LinearImpl(ABC):
+    """One linear layer's kernel and the weight layout it wants."""
+
+    def __init__(self, query: Any, runtime: DeviceRuntime) -> None:
+        self.query = query
+        self.runtime = runtime
+
+    @abstractmethod
+    def pack(self, weight: Any, bias: torch.Tensor | None) -> Any:
+        """Once after load: w [out, in] (a tensor, or raw blocks for a quantized scheme) -> the kernel's own layout."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""

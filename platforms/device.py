@@ -1,0 +1,111 @@
+"""What a device is: plain data found once in the parent (DeviceInfo), a live handle in the worker (DeviceRuntime)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.platforms.allocator import DeviceAllocator
+    from headrace.platforms.collectives import Collectives, GroupSpec
+    from headrace.platforms.graph import GraphBackend
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One device as plain data: picklable, JSON-able, describable for hardware that is not here.
+
+    `arch` is the vendor's own short name ("avx512_bf16", "sm_90", "gfx942", "910B"). Code never
+    branches on `platform` or `arch` names outside `platforms/<name>/`; it asks for `features`.
+    """
+
+    platform: str
+    index: int
+    name: str
+    arch: str
+    features: frozenset[str] = frozenset()
+    memory: int = 0  # bytes the device has; for a CPU the smaller of RAM and cgroup limit
+    units: int = 1  # SMs, CUs, cores: physical cores within affinity and cgroup on a CPU
+    dtypes: tuple[str, ...] = ("float32",)  # compute dtypes, the preferred one first
+    versions: Mapping[str, str] = field(default_factory=dict)  # driver, runtime, libraries
+    notes: tuple[str, ...] = ()  # what probing found worth telling a person
+
+    @property
+    def spec(self) -> str:
+        """The name a user may pass to --device, e.g. "cuda:0"."""
+        return f"{self.platform}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Device memory in bytes as seen by this process right now."""
+
+    free: int
+    total: int
+
+
+class Event(ABC):
+    """A point in a stream. On devices without streams it is complete at once."""
+
+    @abstractmethod
+    def record(self, stream: Any = None) -> None: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def query(self) -> bool: ...
+
+
+class DeviceRuntime(ABC):
+    """A device opened in a worker process: the only way shared code touches streams, memory and graphs."""
+
+    info: DeviceInfo
+    device: torch.device
+
+    @abstractmethod
+    def stream(self) -> Any:
+        """A new stream, or None on devices without streams."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def event(self) -> Event: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo: ...
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None: ...
+
+    @abstractmethod
+    def peak_memory(self) -> int:
+        """Bytes of the highest allocation since `reset_peak_memory`; 0 where it cannot be known."""
+
+    @abstractmethod
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory the device can copy from asynchronously; ordinary memory where that has no meaning."""
+
+    @abstractmethod
+    def seed(self, value: int) -> None: ...
+
+    @abstractmethod
+    def collectives(self, group: GroupSpec) -> Collectives: ...
+
+    @abstractmethod
+    def graphs(self) -> GraphBackend: ...
+
+    @abstractmethod
+    def allocator(self) -> DeviceAllocator: ...
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,70 @@
+"""Selection queries, one frozen dataclass for each kind of op. Torch-free.
+
+A new field gets a default that means "not needed", so old implementations stay valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinearQuery:
+    """y[T, out] = x[T, in] @ w[out, in]^T (+ bias[out]); `scheme` is the storage of w ("bfloat16", "Q4_0", ...)."""
+
+    in_features: int
+    out_features: int
+    dtype: str  # of x and y
+    scheme: str = ""  # "" = same as dtype
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingQuery:
+    vocab: int
+    hidden: int
+    dtype: str
+    scheme: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NormQuery:
+    hidden: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationQuery:
+    intermediate: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryQuery:
+    head_dim: int
+    rotary_dim: int
+    dtype: str
+    is_neox: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionQuery:
+    """One attention layer's constants; layers with equal queries share an implementation instance and a plan."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    kv_dtype: str
+    scale: float
+    window: int = 0  # visible keys including self; 0 = unlimited
+    softcap: float = 0.0  # 0 = none; scores become softcap * tanh(scores / softcap)
+    sinks: bool = False
+    graph: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleQuery:
+    vocab: int
+    max_reqs: int
