@@ -1,0 +1,76 @@
+"""What the runner needs of a model, and what a model is built from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.models.spec import ModelSpec
+from headrace.platforms.attention import PagedAttention
+from headrace.platforms.kv_layout import KVPlan, KVSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.engine.weights.source import WeightSource
+    from headrace.platforms.collectives import Collectives
+    from headrace.platforms.ops import Ops
+
+
+@dataclass(slots=True)
+class BuildContext:
+    """Handed to every layer's constructor: bound ops, dtype and the tensor-parallel group. No globals."""
+
+    ops: Ops
+    dtype: torch.dtype
+    collectives: Collectives
+    kv_dtype: str
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def world(self) -> int:
+        return self.collectives.world
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One step's attention plans, one for each entry of `Model.plan_keys`, in order."""
+
+    plans: list[Any] = field(default_factory=list)
+
+
+class Model(ABC):
+    """A decoder on one rank. Everything is synchronous enqueueing on the current stream; no host reads of device data."""
+
+    spec: ModelSpec
+    kv_specs: list[KVSpec]  # one a layer, on this rank
+    # One attention implementation instance a layer; layers with equal queries share an instance.
+    attention_impls: list[PagedAttention]
+    # Distinct (implementation, KV group) pairs, known after bind_kv: the runner makes one plan for each.
+    plan_keys: list[tuple[PagedAttention, int]]
+
+    @abstractmethod
+    def load_weights(
+        self, source: WeightSource, progress: Callable[[float, float, str], None]
+    ) -> int:
+        """Read, shard, pack. Returns bytes held. Every missing, surplus or misshapen tensor is named (ModelError)."""
+
+    @abstractmethod
+    def bind_kv(self, plan: KVPlan, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give each layer its K and V views [P, Hkv, S, D] and its group of the plan."""
+
+    @abstractmethod
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
+    ) -> torch.Tensor:
+        """token_ids [T] int32, positions [T] int64 -> final normed hidden states [T, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] -> float32 [R, vocab], soft-capped where the model does; whole vocabulary on every rank."""
