@@ -46,7 +46,7 @@ class StepContext:
 
 
 class Model(ABC):
-    """A decoder on one rank. Everything is synchronous enqueueing on the current stream; no host reads of device data."""
+    """A decoder on one rank. Everything enqueues on the current stream; nothing reads device data on the host."""
 
     spec: ModelSpec
     kv_specs: list[KVSpec]  # one a layer, on this rank
@@ -73,4 +73,4 @@ class Model(ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden] -> float32 [R, vocab], soft-capped where the model does; whole vocabulary on every rank."""
+        """hidden [R, hidden] -> float32 [R, vocab], soft-capped where the model does; the whole vocabulary."""
