@@ -1,0 +1,128 @@
+"""Checks of the tree that linters do not make: size budgets, import cycles (type-only ones included), device names.
+
+Run from the repository root; prints every finding and exits 1 when there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+
+MAX_FUNCTION = 80
+MAX_FILE = 600
+MAX_POSITIONAL = 7
+MAX_CONTRACTS = 1500  # lines of platforms/*.py together
+MAX_ENGINE = 12_000  # lines of code of engine/ in the first release
+KERNELS = ("platforms/triton/", "platforms/cpu/native/")
+DEVICE_WORDS = re.compile(r"^(cuda|rocm|xpu|npu|hip|mps)$")
+
+
+def sources() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [Path(line) for line in listed.stdout.split() if Path(line).is_file()]
+
+
+def budgets(path: Path, tree: ast.Module, lines: int) -> list[str]:
+    if str(path).startswith(KERNELS):
+        return []
+    found = [f"{path}: {lines} lines, the budget is {MAX_FILE}"] if lines > MAX_FILE else []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > MAX_FUNCTION:
+            found.append(
+                f"{path}:{node.lineno} {node.name}: {length} lines, the budget is {MAX_FUNCTION}"
+            )
+        positional = [
+            arg.arg
+            for arg in node.args.posonlyargs + node.args.args
+            if arg.arg not in ("self", "cls")
+        ]
+        if len(positional) > MAX_POSITIONAL and not str(path).startswith("tests/"):
+            found.append(
+                f"{path}:{node.lineno} {node.name}: {len(positional)} positional parameters"
+            )
+    return found
+
+
+def device_names(path: Path, tree: ast.Module) -> list[str]:
+    """A device named in a string of engine/ is a device check in the making."""
+    if path.parts[0] != "engine":
+        return []
+    return [
+        f"{path}:{node.lineno}: the device name {node.value!r} belongs under platforms/"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and DEVICE_WORDS.match(node.value)
+    ]
+
+
+def cycles() -> list[str]:
+    """Strongly connected sets of modules, by Tarjan's algorithm over every import, type-only ones included."""
+    graph = grimp.build_graph(
+        "headrace.platforms", "headrace.engine", "headrace.cli", cache_dir=None
+    )
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[str] = []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in sorted(graph.find_modules_directly_imported_by(module)):
+            if other not in order:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], order[other])
+        if low[module] == order[module]:
+            members = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(members) > 1:
+                found.append("import cycle: " + ", ".join(sorted(members)))
+
+    sys.setrecursionlimit(10_000)
+    for module in sorted(graph.modules):
+        if module not in order:
+            visit(module)
+    return found
+
+
+def main() -> int:
+    found: list[str] = []
+    engine = contracts = 0
+    for path in sources():
+        text = path.read_text()
+        lines = text.count("\n")
+        tree = ast.parse(text)
+        found += budgets(path, tree, lines)
+        found += device_names(path, tree)
+        engine += lines if path.parts[0] == "engine" else 0
+        contracts += lines if path.parent == Path("platforms") else 0
+    if engine > MAX_ENGINE:
+        found.append(f"engine/: {engine} lines, the budget is {MAX_ENGINE}")
+    if contracts > MAX_CONTRACTS:
+        found.append(f"platforms/*.py: {contracts} lines, the budget is {MAX_CONTRACTS}")
+    found += cycles()
+    print(
+        "\n".join(found)
+        or f"structure: fine (engine {engine} lines, contracts {contracts} lines, no cycle)"
+    )
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
