@@ -60,20 +60,8 @@ class PagedAttention(ABC):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, Dv]. Capturable, no host synchronisation."""
+        """q [T, Hq, D] -> [T, Hq, Dv]. Capturable, no host synchronisation.
 
-
-class LinearImpl(ABC):
-    """One linear layer's kernel and the weight layout it wants."""
-
-    def __init__(self, query: Any, runtime: DeviceRuntime) -> None:
-        self.query = query
-        self.runtime = runtime
-
-    @abstractmethod
-    def pack(self, weight: Any, bias: torch.Tensor | None) -> Any:
-        """Once after load: w [out, in] (a tensor, or raw blocks for a quantized scheme) -> the kernel's own layout."""
-
-    @abstractmethod
-    def __call__(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        """x [T, in] -> [T, out]."""
+        `sinks` [Hq] float32: an extra logit of each head that takes probability and has no value. Tokens from the
+        batch's `num_tokens` on are padding; their rows of the result are finite but mean nothing.
+        """

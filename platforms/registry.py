@@ -1,6 +1,8 @@
 """Implementations, verdicts and the one selector that serves every op. Torch-free and pure.
 
 `supports` answers from plain data, so selection for any device can be computed and tested on any machine.
+The order: forced by the user (honoured or an error) > "yes" by rank > "unverified" by rank, if it passes a self-test
+> the reference. Every candidate keeps a row with its reasons, whatever became of it.
 """
 
 from __future__ import annotations
@@ -8,11 +10,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Literal
 
 from headrace.platforms.device import DeviceInfo
 
 Status = Literal["yes", "no", "unverified"]
+
+REFERENCE = "reference"  # name of the plain-PyTorch implementation every op has
+_REFERENCE_ROWS = "headrace.platforms.reference:implementations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,12 @@ def _always(_query: Any, _device: DeviceInfo) -> Verdict:
     return YES
 
 
+def load_target(target: str) -> Any:
+    """The object that "package.module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to run one op: metadata plus where its code is ("package.module:attribute").
@@ -90,8 +102,7 @@ class Implementation:
 
     def load(self) -> Any:
         """First point that may import vendor libraries."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return load_target(self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +160,15 @@ class Registry:
         for implementation in implementations:
             self.add(implementation)
 
+    @classmethod
+    def with_reference(cls, implementations: Iterable[Implementation] = ()) -> Registry:
+        """A platform's rows and, behind them, the reference for every op it does not bring itself."""
+        registry = cls(implementations)
+        for row in load_target(_REFERENCE_ROWS)():
+            if all(own.name != row.name for own in registry.candidates(row.op)):
+                registry.add(row)
+        return registry
+
     def add(self, implementation: Implementation) -> None:
         rows = self._by_op.setdefault(implementation.op, [])
         if any(row.name == implementation.name for row in rows):
@@ -160,3 +180,167 @@ class Registry:
 
     def ops(self) -> list[str]:
         return sorted(self._by_op)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution without importing it; None when it is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def unmet(requirement: Requirement, versions: Callable[[str], str | None]) -> str | None:
+    """Why a requirement is not met, or None."""
+    name, specifier = requirement.distribution, requirement.specifier
+    found = versions(name)
+    if found is None:
+        return f"{name}{specifier} is not installed"
+    if specifier:
+        from packaging.specifiers import SpecifierSet
+
+        if not SpecifierSet(specifier).contains(found, prereleases=True):
+            return f"{name} {found} is installed, {specifier} is needed"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Outcome of running an implementation against the reference on the device."""
+
+    passed: bool
+    text: str
+
+
+@dataclass(slots=True)
+class _Row:
+    implementation: Implementation
+    status: Status
+    reasons: tuple[str, ...]
+
+    def refuse(self, reason: str) -> None:
+        self.status, self.reasons = "no", (reason, *self.reasons)
+
+    def order(self) -> tuple[int, int]:
+        """Sort key, best first. The reference comes last however it is ranked."""
+        if self.implementation.name == REFERENCE:
+            return (2, 0)
+        return (0 if self.status == "yes" else 1, -self.implementation.rank)
+
+
+def _judge(
+    row: Implementation,
+    query: Any,
+    device: DeviceInfo,
+    policy: Policy,
+    versions: Callable[[str], str | None],
+) -> Verdict:
+    for entry in (f"{row.op}={row.name}", row.name):
+        if entry in policy.disable:
+            return Verdict("no", (f"disabled by {entry!r}",))
+    missing = tuple(text for need in row.requires if (text := unmet(need, versions)))
+    if missing:
+        return Verdict("no", missing)
+    try:
+        verdict = row.supports(query, device)
+    except Exception as error:  # a plugin's mistake must not end the start
+        return Verdict("no", (f"supports() failed: {type(error).__name__}: {error}",))
+    if verdict.status == "unverified" and policy.only_verified:
+        return Verdict("no", ("only verified implementations are allowed", *verdict.reasons))
+    return verdict
+
+
+def select(
+    op: str,
+    query: Any,
+    device: DeviceInfo,
+    registry: Registry,
+    policy: Policy | None = None,
+    *,
+    load: Callable[[Implementation], Any] | None = None,
+    self_test: Callable[[Implementation], SelfTest] | None = None,
+    versions: Callable[[str], str | None] = installed_version,
+) -> Decision:
+    """Choose the implementation of `op` for `query` on `device`. SelectionError carries the whole table.
+
+    Without `load` nothing is imported and without `self_test` nothing runs: what `explain` does for any device.
+    """
+    policy = policy or Policy()
+    rows = []
+    for candidate in registry.candidates(op):
+        verdict = _judge(candidate, query, device, policy, versions)
+        rows.append(_Row(candidate, verdict.status, verdict.reasons))
+    forced = policy.force.get(op)
+    pool = rows if forced is None else [row for row in rows if row.implementation.name == forced]
+    for row in sorted(pool, key=_Row.order):
+        if row.status != "no" and _admit(row, policy, load, self_test):
+            return Decision(
+                op, query, device.spec, row.implementation.name, _table(rows), forced is not None
+            )
+    raise SelectionError(_failure(op, device, forced, pool, rows), _table(rows))
+
+
+def _admit(
+    row: _Row,
+    policy: Policy,
+    load: Callable[[Implementation], Any] | None,
+    self_test: Callable[[Implementation], SelfTest] | None,
+) -> bool:
+    """Load and, if unverified, test a winner. A refusal is written into its row."""
+    if load is not None:
+        try:
+            load(row.implementation)
+        except (ImportError, OSError) as error:
+            row.refuse(f"load failed: {error}")
+            return False
+    if row.status == "unverified" and row.implementation.name != REFERENCE:
+        if not policy.self_test:
+            row.reasons = (*row.reasons, "self-test switched off")
+        elif self_test is not None:
+            result = self_test(row.implementation)
+            if not result.passed:
+                row.refuse(f"self-test failed ({result.text})")
+                return False
+            row.reasons = (*row.reasons, f"self-test passed ({result.text})")
+    return True
+
+
+def _table(rows: Iterable[_Row]) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(row.implementation.name, row.status, row.implementation.rank, row.reasons)
+        for row in rows
+    )
+
+
+def _failure(
+    op: str, device: DeviceInfo, forced: str | None, pool: list[_Row], rows: list[_Row]
+) -> str:
+    names = ", ".join(row.implementation.name for row in rows) or "none"
+    if forced is not None and not pool:
+        return f"{op}: {forced!r} was asked for but does not exist here; there are: {names}"
+    why = "; ".join(f"{row.implementation.name}: {', '.join(row.reasons)}" for row in pool)
+    if forced is not None:
+        return (
+            f"{op}: {forced!r} was asked for but cannot serve on {device.spec} ({why}); "
+            f"leave the choice open or take one of: {names}"
+        )
+    return f"{op}: no implementation can serve on {device.spec} ({why or 'none is registered'})"
+
+
+def policy_problems(policy: Policy, registry: Registry) -> list[str]:
+    """Sentences about names in `force` and `disable` that mean nothing here: a flag never does nothing in silence."""
+    problems = []
+    ops = registry.ops()
+    for op, name in policy.force.items():
+        known = [row.name for row in registry.candidates(op)]
+        if op not in ops:
+            problems.append(f"cannot force {op}={name}: no op {op!r}; ops: {', '.join(ops)}")
+        elif name not in known:
+            problems.append(f"cannot force {op}={name}: {op} has {', '.join(known)}")
+    for entry in sorted(policy.disable):
+        op, _, name = entry.rpartition("=")
+        if not any(
+            row.name == name for o in ([op] if op else ops) for row in registry.candidates(o)
+        ):
+            problems.append(f"cannot disable {entry!r}: no such implementation")
+    return problems

@@ -1,0 +1,53 @@
+"""Every op in plain PyTorch: the executable specification, the oracle in tests, the last fallback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.registry import REFERENCE, Check, Implementation, Verdict
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def _plain_weights(query: Any, _device: DeviceInfo) -> Verdict:
+    scheme = query.scheme or query.dtype
+    return (
+        Check()
+        .need(scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with")
+        .need(query.dtype in FLOATS, f"dtype {query.dtype} not in {FLOATS}")
+        .verdict()
+    )
+
+
+def _attention(query: Any, _device: DeviceInfo) -> Verdict:
+    return (
+        Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}").verdict()
+    )
+
+
+def implementations() -> list[Implementation]:
+    """One row for each op. Metadata only."""
+    home = "headrace.platforms.reference"
+    functions = {
+        "rms_norm": "ops",
+        "fused_add_rms_norm": "ops",
+        "rotary_embedding": "ops",
+        "silu_and_mul": "ops",
+        "gelu_and_mul": "ops",
+        "gelu_tanh_and_mul": "ops",
+        "sample": "sampling",
+    }
+    rows = [
+        Implementation(op, REFERENCE, f"{home}.{module}:{op}", source=REFERENCE)
+        for op, module in functions.items()
+    ]
+    for op, target, supports in (
+        ("linear", "linear:ReferenceLinear", _plain_weights),
+        ("embedding", "linear:ReferenceEmbedding", _plain_weights),
+        ("paged_attention", "attention:ReferenceAttention", _attention),
+    ):
+        rows.append(
+            Implementation(op, REFERENCE, f"{home}.{target}", supports=supports, source=REFERENCE)
+        )
+    return rows

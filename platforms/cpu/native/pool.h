@@ -1,0 +1,175 @@
+// A thread pool that runs a list of steps. Each step is cut into chunks; threads claim chunks with one atomic word,
+// so a thread that the system has put aside holds up the others only if it stopped inside a chunk, never because it
+// has not arrived. Threads spin for a bounded time and then sleep: an idle pool costs nothing.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "simd.h"
+
+namespace hr {
+
+// Memory of one thread, 64-byte aligned, kept between chunks. `tag` lets a chunk reuse what an earlier chunk of the
+// same step computed in this thread.
+struct Scratch {
+  uint8_t* data = nullptr;
+  size_t size = 0;
+  uint64_t tag = ~uint64_t(0);
+  uint64_t step = 0;  // number of the step that runs now
+  ~Scratch() { std::free(data); }
+  uint8_t* need(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = static_cast<uint8_t*>(std::aligned_alloc(64, size));
+      if (!data) throw std::bad_alloc();
+      tag = ~uint64_t(0);
+    }
+    return data;
+  }
+};
+
+using RunFn = void (*)(const void* args, int chunk, int chunks, Scratch& scratch);
+
+struct Step {
+  RunFn run;
+  const void* args;
+  int chunks;  // 1 to 65535
+};
+
+void thread_setup();  // per-thread machine state (AMX tiles); native.cpp
+
+class Pool {
+ public:
+  explicit Pool(int threads) : scratch_(threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  }
+  ~Pool() {
+    stop_.store(true);
+    wake_.fetch_add(1);
+    wake_.notify_all();
+    for (auto& t : workers_) t.join();
+  }
+  int threads() const { return int(workers_.size()) + 1; }
+  void set_active(int n) { active_.store(n, std::memory_order_relaxed); }
+
+  // Runs the steps in order; returns when all are done. One caller at a time. `times`, when given, receives the
+  // nanoseconds of each step (the steps then run one by one).
+  void run(const Step* steps, int n, int64_t* times = nullptr) {
+    if (!ready_) {  // the calling thread may change (it is the engine's): set it up once for each thread
+      static thread_local bool done = false;
+      if (!done) thread_setup(), done = true;
+    }
+    if (times) {
+      for (int i = 0; i < n; ++i) {
+        auto t0 = std::chrono::steady_clock::now();
+        go(steps + i, 1);
+        times[i] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - t0).count();
+      }
+      return;
+    }
+    go(steps, n);
+  }
+
+ private:
+  // ticket: step number (32 bits) | chunks of that step (16) | next chunk (16)
+  static uint64_t make(uint32_t seq, int chunks) { return uint64_t(seq) << 32 | uint64_t(chunks) << 16; }
+
+  void go(const Step* steps, int n) {
+    if (n <= 0) return;
+    steps_ = steps;
+    count_ = n;
+    base_ = seq_;
+    seq_ += uint32_t(n);
+    done_.store(0, std::memory_order_relaxed);
+    const uint32_t last = seq_ - 1;
+    ticket_.store(make(base_, steps[0].chunks), std::memory_order_release);
+    if (threads() > 1 && (n > 1 || steps[0].chunks > 1)) {
+      wake_.fetch_add(1, std::memory_order_seq_cst);
+      if (sleepers_.load(std::memory_order_seq_cst) > 0) wake_.notify_all();
+    }
+    int spins = 0;
+    while (finished_.load(std::memory_order_acquire) != last) {
+      if (claim(scratch_[0])) {
+        spins = 0;
+      } else if (++spins < kSpins) {
+        cpu_pause();
+      } else {  // somebody holds a chunk and does not run: give the core away
+        uint32_t seen = finished_.load(std::memory_order_acquire);
+        if (seen != last && !has_work()) std::this_thread::yield();
+        spins = kSpins / 2;
+      }
+    }
+  }
+
+  bool has_work() const {
+    uint64_t t = ticket_.load(std::memory_order_acquire);
+    return (t & 0xffff) < (t >> 16 & 0xffff);
+  }
+
+  // One chunk of the current step, if there is one. After the exchange succeeds the step cannot end before this
+  // chunk does, so steps_ and base_ are stable.
+  bool claim(Scratch& scratch) {
+    uint64_t t = ticket_.load(std::memory_order_acquire);
+    if ((t & 0xffff) >= (t >> 16 & 0xffff)) return false;
+    if (!ticket_.compare_exchange_strong(t, t + 1, std::memory_order_acq_rel)) return true;
+    const uint32_t seq = uint32_t(t >> 32);
+    const int chunk = int(t & 0xffff), chunks = int(t >> 16 & 0xffff);
+    const uint32_t index = seq - base_;
+    const Step& step = steps_[index];
+    scratch.step = seq;
+    step.run(step.args, chunk, chunks, scratch);
+    if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) {
+      if (int(index) + 1 < count_) {
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store(make(seq + 1, steps_[index + 1].chunks), std::memory_order_release);
+      } else {
+        finished_.store(seq, std::memory_order_release);
+      }
+    }
+    return true;
+  }
+
+  void work(int index) {
+    thread_setup();
+    int spins = 0;
+    while (!stop_.load(std::memory_order_relaxed)) {
+      uint32_t seen = wake_.load(std::memory_order_seq_cst);
+      if (index < active_.load(std::memory_order_relaxed) && claim(scratch_[index])) {
+        spins = 0;
+        continue;
+      }
+      if (++spins < kSpins) {
+        cpu_pause();
+        continue;
+      }
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      if (!has_work() || index >= active_.load(std::memory_order_relaxed)) wake_.wait(seen);
+      sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+      spins = 0;
+    }
+  }
+
+  static constexpr int kSpins = 4000;  // about 50 us
+
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<uint32_t> finished_{~0u};
+  alignas(64) std::atomic<uint32_t> wake_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<int> active_{1 << 30};
+  std::atomic<bool> stop_{false};
+  const Step* steps_ = nullptr;
+  int count_ = 0;
+  uint32_t base_ = 0, seq_ = 0;
+  bool ready_ = false;
+  std::vector<Scratch> scratch_;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace hr

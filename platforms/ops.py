@@ -1,0 +1,290 @@
+"""Op contracts and `Ops`, which binds each op once, at load: layers hold plain callables, nothing is dispatched later.
+
+Conventions shared by all ops. T tokens, H hidden, I intermediate, Hq/Hkv heads, D head size, V vocabulary, R rows.
+Activations are float32, bfloat16 or float16; unless a contract says otherwise, an op computes in float32 and rounds
+once to the dtype of its first input. Torch is imported only when an op is bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.platforms.device import DeviceInfo, DeviceRuntime
+from headrace.platforms.registry import (
+    REFERENCE,
+    Decision,
+    Implementation,
+    Policy,
+    Registry,
+    SelectionReport,
+    SelfTest,
+    load_target,
+    select,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# (relative, absolute): |got - want| <= absolute + relative * |want|
+Tolerance = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One generated input of a contract: `run` feeds it to a bound op and returns the tensors to compare."""
+
+    name: str
+    run: Callable[[Any], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class OpContract:
+    """What every implementation of an op must do. `doc` states signature, shapes and conventions.
+
+    Function ops are called as written in `doc`; class ops are made once per query as `cls(query, runtime)`.
+    `cases` names a generator `(query, device: torch.device, seed: int) -> list[Case]`; the results of an
+    implementation and of the reference must agree within `tolerance[dtype]` (integers exactly).
+    """
+
+    name: str
+    kind: Literal["function", "class"]
+    doc: str
+    cases: str
+    tolerance: Mapping[str, Tolerance]
+    # fields of the query that a self-test may make smaller, with their upper limits
+    shrink: Mapping[str, int] = field(default_factory=dict)
+
+
+_ELEMENTWISE: Mapping[str, Tolerance] = {
+    "float32": (1e-5, 1e-5),
+    "bfloat16": (1.6e-2, 1e-3),  # two roundings where the contract has one
+    "float16": (2e-3, 1e-4),
+}
+_REDUCTION: Mapping[str, Tolerance] = {
+    "float32": (1e-4, 1e-4),
+    "bfloat16": (2e-2, 2e-2),
+    "float16": (4e-3, 4e-3),
+}
+_EXACT: Mapping[str, Tolerance] = dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+
+
+def _contract(
+    name: str,
+    kind: Literal["function", "class"],
+    tolerance: Mapping[str, Tolerance],
+    doc: str,
+    shrink: Mapping[str, int] | None = None,
+    cases: str = "",
+) -> OpContract:
+    target = f"headrace.platforms.reference.cases:{cases or name}"
+    return OpContract(name, kind, doc, target, tolerance, shrink or {})
+
+
+_GATED = """(x[T, 2I]) -> [T, I]: {0}(x[:, :I]) * x[:, I:]. Selected by ActivationQuery."""
+
+CONTRACTS: Mapping[str, OpContract] = {
+    contract.name: contract
+    for contract in (
+        _contract(
+            "linear",
+            "class",
+            _REDUCTION,
+            """LinearImpl, selected by LinearQuery: y[T, out] = x[T, in] @ w[out, in]^T (+ bias). Float32 sums.""",
+            {"in_features": 1024, "out_features": 512},
+        ),
+        _contract(
+            "embedding",
+            "class",
+            _EXACT,
+            """EmbeddingImpl, selected by EmbeddingQuery: rows of w[V, H] for ids[T] int32 or int64.""",
+            {"vocab": 512},
+        ),
+        _contract(
+            "paged_attention",
+            "class",
+            _REDUCTION,
+            """PagedAttention (platforms/attention.py), selected by AttentionQuery.""",
+        ),
+        _contract(
+            "rms_norm",
+            "function",
+            _ELEMENTWISE,
+            """(x[..., H], weight[H] float32 or x's dtype, eps) -> [..., H], selected by NormQuery.
+
+            x * rsqrt(mean(x^2) + eps) * weight over the last axis (QK norm passes [T, heads, D]). x is kept.""",
+        ),
+        _contract(
+            "fused_add_rms_norm",
+            "function",
+            _ELEMENTWISE,
+            """(x[T, H], residual[T, H], weight[H], eps) -> (normed, new_residual), selected by NormQuery.
+
+            new_residual = x + residual rounded to their dtype; normed = rms_norm(new_residual). Both inputs are
+            given up: an implementation may write into them or return them.""",
+        ),
+        _contract(
+            "rotary_embedding",
+            "function",
+            _ELEMENTWISE,
+            """(positions[T] int64, q[T, Hq, D], k[T, Hkv, D], cos_sin[L, R] float32, is_neox: bool) -> None.
+
+            In place on q and k, which may be strided views. Selected by RotaryQuery. R = rotary_dim <= D, even; the
+            rest of a head is untouched. cos_sin holds R/2 cosines, then R/2 sines. With c, s of a position and pairs
+            (a, b): a' = a*c - b*s, b' = b*c + a*s; a pair is (i, i + R/2) if is_neox, else (2i, 2i + 1).""",
+        ),
+        _contract(
+            "silu_and_mul",
+            "function",
+            _ELEMENTWISE,
+            _GATED.format("silu"),
+            cases="gated_activation",
+        ),
+        _contract(
+            "gelu_and_mul",
+            "function",
+            _ELEMENTWISE,
+            _GATED.format("gelu (error function)"),
+            cases="gated_activation",
+        ),
+        _contract(
+            "gelu_tanh_and_mul",
+            "function",
+            _ELEMENTWISE,
+            _GATED.format("gelu (tanh form)"),
+            cases="gated_activation",
+        ),
+        _contract(
+            "sample",
+            "function",
+            _EXACT,
+            """(logits[R, V] float32, temperature[R], top_k[R] int32, top_p[R], min_p[R], uniform[R]) -> ids[R] int64.
+
+            Selected by SampleQuery; temperature, top_p, min_p and uniform are float32, uniform in [0, 1).
+            temperature 0: the largest logit, lowest id among equals. Else, with p = softmax(logits / temperature):
+            1. Order the vocabulary by falling logits / temperature, equal ones by rising id.
+            2. Every filter keeps a prefix of that order and at least one token: top_k the first k (0 = off), top_p
+               the shortest prefix with at least top_p of the mass that top_k left (1 = off), min_p the tokens with
+               p >= min_p * max(p) (0 = off). The shortest prefix wins.
+            3. The answer is the first token whose cumulative mass exceeds uniform * (mass of what is kept).
+            Sums are float64 or as good, so one uniform number gives one token on every platform and in every batch.
+            A row with NaN, or without any finite logit, gives some id within [0, V).""",
+            {"vocab": 2048},
+        ),
+    )
+}
+
+
+class Ops:
+    """Binds ops for one device: select, load, test the unverified, record. One instance a worker.
+
+    `bind` answers from a cache for equal (op, query), so layers with equal queries share an instance.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: DeviceInfo,
+        runtime: DeviceRuntime,
+        policy: Policy | None = None,
+        report: SelectionReport | None = None,
+    ) -> None:
+        self.registry = registry
+        self.device = device
+        self.runtime = runtime
+        self.policy = policy or Policy()
+        self.report = report if report is not None else SelectionReport()
+        self._bound: dict[tuple[str, Any], Any] = {}
+
+    def bind(self, op: str, query: Any) -> Any:
+        """The function, or the instance made for the query. SelectionError when nothing can serve it."""
+        key = (op, query)
+        if key not in self._bound:
+            contract = contract_of(op)
+            loaded: dict[str, Any] = {}
+
+            def load(row: Implementation) -> None:
+                loaded[row.name] = self._make(contract, row, query)
+
+            decision: Decision = select(
+                op,
+                query,
+                self.device,
+                self.registry,
+                self.policy,
+                load=load,
+                self_test=lambda row: self._self_test(contract, row, query),
+            )
+            self.report.decisions.append(decision)
+            self._bound[key] = loaded[decision.chosen]
+        return self._bound[key]
+
+    def _make(self, contract: OpContract, row: Implementation, query: Any) -> Any:
+        target = row.load()
+        return target(query, self.runtime) if contract.kind == "class" else target
+
+    def _self_test(self, contract: OpContract, row: Implementation, query: Any) -> SelfTest:
+        rows = {candidate.name: candidate for candidate in self.registry.candidates(row.op)}
+        small = shrunk(contract, query)
+        reference = rows.get(REFERENCE)
+        if reference is None or reference.supports(small, self.device).status == "no":
+            return SelfTest(False, "the reference cannot serve this query, so there is no truth")
+        start = time.perf_counter()
+        try:
+            error = compare(
+                contract,
+                small,
+                self._make(contract, row, small),
+                self._make(contract, reference, small),
+                self.runtime.device,
+            )
+        except Exception as failure:  # whatever an untried kernel throws is a failed test
+            return SelfTest(False, f"{type(failure).__name__}: {failure}")
+        took = time.perf_counter() - start
+        if error.within:
+            return SelfTest(True, f"largest error {error.largest:.1e}, {took:.2f} s")
+        return SelfTest(False, f"{error.case}: largest error {error.largest:.1e}")
+
+
+def contract_of(op: str) -> OpContract:
+    """KeyError's text lists the ops there are."""
+    if op not in CONTRACTS:
+        raise KeyError(f"no op named {op!r}; ops: {', '.join(sorted(CONTRACTS))}")
+    return CONTRACTS[op]
+
+
+def shrunk(contract: OpContract, query: Any) -> Any:
+    """The query with sizes that only cost time made smaller; head sizes, dtypes and options stay."""
+    sizes = {name: min(getattr(query, name), most) for name, most in contract.shrink.items()}
+    return replace(query, **sizes) if sizes else query
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    within: bool  # every result of every case is within tolerance
+    largest: float  # largest absolute difference seen
+    case: str = ""  # first case that is not within
+
+
+def compare(
+    contract: OpContract,
+    query: Any,
+    candidate: Any,
+    reference: Any,
+    device: torch.device,
+    seed: int = 0,
+) -> Comparison:
+    """Run both on the contract's generated cases."""
+    relative, absolute = contract.tolerance[getattr(query, "dtype", "float32")]
+    largest, failed = 0.0, ""
+    for case in load_target(contract.cases)(query, device, seed):
+        for got, want in zip(case.run(candidate), case.run(reference), strict=True):
+            difference = (got.double() - want.double()).abs()
+            bad = ~(difference <= absolute + relative * want.double().abs())
+            if got.shape != want.shape or got.dtype != want.dtype or bool(bad.any()):
+                failed = failed or case.name
+            worst = float(difference.max()) if difference.numel() else 0.0
+            largest = worst if worst != worst else max(largest, worst)
+    return Comparison(not failed, largest, failed)

@@ -1,0 +1,315 @@
+"""Generated inputs of every op contract: for contract tests and for the start-up self-test.
+
+Each generator gives fresh inputs at every run, so an implementation may write into what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.platforms.attention import PagedAttention
+from headrace.platforms.batch import BatchView
+from headrace.platforms.ops import Case
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    EmbeddingQuery,
+    LinearQuery,
+    NormQuery,
+    RotaryQuery,
+    SampleQuery,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+TOKENS = (1, 5, 32)
+
+
+class _Draw:
+    """Random tensors that are equal on every device: drawn on the host, then copied."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.seed = seed
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: str = "float32", scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=self._generator) * scale
+        return values.to(self.device, getattr(torch, dtype))
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self._generator).to(self.device)
+
+    def integers(self, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(high, shape, generator=self._generator).to(self.device)
+
+
+def _case(
+    name: str, body: Callable[[Any, _Draw], Tensors], device: torch.device, seed: int
+) -> Case:
+    return Case(name, lambda op: body(op, _Draw(device, seed)))
+
+
+def linear(query: LinearQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, tokens: int) -> Tensors:
+        size = query.in_features
+        weight = draw.normal(query.out_features, size, dtype=query.dtype, scale=size**-0.5)
+        bias = draw.normal(query.out_features, dtype=query.dtype) if query.bias else None
+        x = draw.normal(tokens, size, dtype=query.dtype)
+        return (op(x, op.pack(weight, bias)),)
+
+    return [
+        _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
+        for n in TOKENS
+    ]
+
+
+def embedding(query: EmbeddingQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, dtype: torch.dtype) -> Tensors:
+        packed = op.pack(draw.normal(query.vocab, query.hidden, dtype=query.dtype))
+        return (op(draw.integers(query.vocab, 7).to(dtype), packed),)
+
+    return [
+        _case(f"ids {t}", lambda op, draw, t=t: body(op, draw, t), device, seed)  # type: ignore[misc]
+        for t in (torch.int32, torch.int64)
+    ]
+
+
+def rms_norm(query: NormQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, shape: tuple[int, ...], weight_dtype: str) -> Tensors:
+        x = draw.normal(*shape, query.hidden, dtype=query.dtype, scale=3.0)
+        weight = draw.normal(query.hidden, dtype=weight_dtype)
+        return op(x, weight, 1e-6), x
+
+    shapes: list[tuple[int, ...]] = [(1,), (17,), (5, 3)]
+    return [
+        _case(f"{s} {w}", lambda op, draw, s=s, w=w: body(op, draw, s, w), device, seed)  # type: ignore[misc]
+        for s in shapes
+        for w in dict.fromkeys(("float32", query.dtype))
+    ]
+
+
+def fused_add_rms_norm(query: NormQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, tokens: int) -> Tensors:
+        x = draw.normal(tokens, query.hidden, dtype=query.dtype)
+        residual = draw.normal(tokens, query.hidden, dtype=query.dtype, scale=4.0)
+        normed, total = op(x, residual, draw.normal(query.hidden), 1e-5)
+        return normed, total
+
+    return [
+        _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
+        for n in TOKENS
+    ]
+
+
+def rotary_embedding(query: RotaryQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, tokens: int) -> Tensors:
+        heads, kv_heads, length = 6, 2, 64
+        angles = draw.normal(length, query.rotary_dim // 2, scale=3.0)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        # one buffer, as a fused projection gives it: q and k are strided views
+        qkv = draw.normal(tokens, heads + 2 * kv_heads, query.head_dim, dtype=query.dtype)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        op(draw.integers(length, tokens), q, k, cos_sin, query.is_neox)
+        return (qkv,)
+
+    return [
+        _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
+        for n in TOKENS
+    ]
+
+
+def gated_activation(query: ActivationQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, tokens: int) -> Tensors:
+        return (op(draw.normal(tokens, 2 * query.intermediate, dtype=query.dtype, scale=2.0)),)
+
+    return [
+        _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
+        for n in TOKENS
+    ]
+
+
+def sample(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
+    rows = max(1, min(query.max_reqs, 8))
+    vocab = query.vocab
+
+    def body(
+        op: Any, draw: _Draw, scale: float, options: tuple[float, int, float, float]
+    ) -> Tensors:
+        temperature, top_k, top_p, min_p = options
+        logits = draw.normal(rows, vocab, scale=scale)
+        logits[:, vocab // 2] = logits[:, vocab // 3]  # equal logits
+        temperatures = torch.full((rows,), temperature, device=device)
+        temperatures[rows // 2 + 1 :: 2] = 0.0  # a mixture with greedy rows
+        return (
+            op(
+                logits,
+                temperatures,
+                torch.full((rows,), top_k, dtype=torch.int32, device=device),
+                torch.full((rows,), top_p, device=device),
+                torch.full((rows,), min_p, device=device),
+                draw.uniform(rows),
+            ),
+        )
+
+    cases = []
+    for scale in (0.0, 0.5, 6.0):  # all equal, flat, peaked
+        for options in (
+            (0.0, 0, 1.0, 0.0),
+            (1.0, 0, 1.0, 0.0),
+            (0.7, 20, 0.9, 0.0),
+            (1.3, 0, 0.95, 0.0),
+            (1.0, 2**31 - 1, 1.0, 0.1),
+            (2.0, 1, 1e-9, 1.0),
+        ):
+            name = f"logits x{scale}, temperature/top_k/top_p/min_p {options}"
+            cases.append(
+                _case(name, lambda op, draw, s=scale, o=options: body(op, draw, s, o), device, seed)  # type: ignore[misc]
+            )
+    return cases
+
+
+# -- paged attention --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """A batch as pairs (context length including this step, new tokens); decode requests first."""
+
+    lengths: tuple[tuple[int, int], ...]
+    padding: int = 0  # padding requests of one token each
+
+
+def scattered_blocks(requests: Requests, block_size: int, seed: int) -> np.ndarray:
+    """Block table [B, P] int32 of shuffled distinct blocks from 1 on; unused entries are the dummy block 0."""
+    needed = [-(-total // block_size) for total, _ in requests.lengths]
+    shuffled = np.random.default_rng(seed).permutation(
+        np.arange(1, 1 + sum(needed), dtype=np.int32)
+    )
+    table = np.zeros((len(needed) + requests.padding, max(needed)), np.int32)
+    for i, end in enumerate(np.cumsum(needed)):
+        table[i, : needed[i]] = shuffled[end - needed[i] : end]
+    return table
+
+
+def make_batch(
+    requests: Requests, table: np.ndarray, block_size: int, device: torch.device
+) -> BatchView:
+    """The BatchView of one step with one KV group."""
+    pad = requests.padding
+    lengths = np.array([total for total, _ in requests.lengths] + [1] * pad, np.int32)
+    new = np.array([n for _, n in requests.lengths] + [1] * pad, np.int32)
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    slots = np.full(int(new.sum()), -1, np.int64)
+    for i in range(len(requests.lengths)):
+        at = np.arange(lengths[i] - new[i], lengths[i])
+        slots[starts[i] : starts[i + 1]] = table[i, at // block_size].astype(
+            np.int64
+        ) * block_size + (at % block_size)
+    return BatchView(
+        num_reqs=len(requests.lengths),
+        num_tokens=len(slots) - pad,
+        num_decode_reqs=len(list(takewhile(lambda pair: pair[1] == 1, requests.lengths))),
+        max_query_len=int(new.max()),
+        max_seq_len=int(lengths.max()),
+        query_start_loc=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(lengths).to(device),
+        block_tables=[torch.from_numpy(table).to(device)],
+        slot_mappings=[torch.from_numpy(slots).to(device)],
+        query_start_loc_host=starts,
+        seq_lens_host=lengths,
+        block_tables_host=[table],
+        block_size=block_size,
+    )
+
+
+def make_caches(
+    op: PagedAttention, block_size: int, blocks: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V views [P, Hkv, S, D] over memory in the first layout that takes the block size, all NaN.
+
+    NaN is what a failed request may leave in a block: it must not reach the block's next owner.
+    """
+    query = op.query
+    fmt = next(f for f in type(op).kv_formats(query) if f.accepts(block_size))
+    width = max(query.head_dim, query.v_head_dim)
+    sizes = {"P": blocks, "K": 2, "H": query.kv_heads, "S": block_size, "D": width}
+    dtype = getattr(torch, query.kv_dtype)
+    memory = torch.full([sizes[axis] for axis in fmt.layout], torch.nan, dtype=dtype, device=device)
+    logical = memory.permute([fmt.layout.index(axis) for axis in ("P", "K", "H", "S", "D")])
+    return logical[:, 0, ..., : query.head_dim], logical[:, 1, ..., : query.v_head_dim]
+
+
+def block_sizes(op: PagedAttention) -> list[int]:
+    """A small, the preferred and a large block size that the implementation reads."""
+    formats = type(op).kv_formats(op.query)
+    exact = [size for fmt in formats for size in fmt.block_sizes]
+    wanted = (16, formats[0].preferred_block_size, 128, *exact)
+    return [n for n in dict.fromkeys(wanted) if any(fmt.accepts(n) for fmt in formats)][:3]
+
+
+def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int) -> Tensors:
+    """Write the history of every request, then this step's keys and values, attend; also what was written."""
+    query, device = op.query, draw.device
+    table = scattered_blocks(requests, size, draw.seed)
+    k_cache, v_cache = make_caches(op, size, 1 + int(table.max()), device)
+
+    def step(part: Requests, table: np.ndarray) -> tuple[BatchView, torch.Tensor]:
+        tokens = sum(n for _, n in part.lengths) + part.padding
+        k = draw.normal(tokens, query.kv_heads, query.head_dim, dtype=query.dtype)
+        v = draw.normal(tokens, query.kv_heads, query.v_head_dim, dtype=query.dtype)
+        q = draw.normal(tokens, query.q_heads, query.head_dim, dtype=query.dtype, scale=2.0)
+        batch = make_batch(part, table, size, device)
+        plan = op.plan(batch, 0)
+        op.write(k, v, k_cache, v_cache, plan)
+        sinks = draw.normal(query.q_heads) if query.sinks else None
+        return batch, op.attend(q, k_cache, v_cache, plan, sinks=sinks)
+
+    past = {i: total - new for i, (total, new) in enumerate(requests.lengths) if total > new}
+    if past:
+        step(Requests(tuple((n, n) for n in past.values())), table[list(past)])
+    batch, result = step(requests, table)
+    slots = torch.cat(
+        [
+            batch.block_tables[0][i].long()[at // size] * size + at % size
+            for i, (total, _) in enumerate(requests.lengths)
+            for at in [torch.arange(total, device=device)]
+        ]
+    )
+    keys = k_cache[slots // size, :, slots % size]
+    values = v_cache[slots // size, :, slots % size]
+    return result[: batch.num_tokens], keys, values
+
+
+ATTENTION_BATCHES: dict[str, Requests] = {
+    "one decode": Requests(((37, 1),)),
+    "first token": Requests(((1, 1),)),
+    "one prompt": Requests(((33, 33),)),
+    "decode, chunk and prompt": Requests(((5, 1), (130, 1), (64, 1), (70, 20), (18, 18))),
+    "many unlike decodes": Requests(
+        tuple((n, 1) for n in (1, 15, 16, 17, 31, 64, 65, 200, 3, 129))
+    ),
+    "padded": Requests(((20, 1), (9, 1)), padding=2),
+}
+
+
+def paged_attention(query: AttentionQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, requests: Requests, index: int) -> Tensors:
+        sizes = block_sizes(op)
+        return run_attention(op, draw, requests, sizes[min(index, len(sizes) - 1)])
+
+    return [
+        _case(
+            f"{name}, block size #{i}",
+            lambda op, draw, r=requests, i=i: body(op, draw, r, i),  # type: ignore[misc]
+            device,
+            seed,
+        )
+        for name, requests in ATTENTION_BATCHES.items()
+        for i in range(3)
+    ]

@@ -1,0 +1,47 @@
+"""Sampling by inverse CDF over the sorted vocabulary. Contract: headrace.platforms.ops, "sample"."""
+
+from __future__ import annotations
+
+import torch
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+) -> torch.Tensor:
+    greedy = temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    mass = (ordered - ordered[:, :1]).exp().double()
+    cumulative = mass.cumsum(-1)
+    kept = kept_prefix(mass, cumulative, top_k, top_p, min_p)
+    chosen = pick(cumulative, kept, uniform)
+    return torch.where(greedy, logits.argmax(-1), ids.gather(1, chosen.unsqueeze(1)).squeeze(1))
+
+
+def kept_prefix(
+    mass: torch.Tensor,
+    cumulative: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """Length [R] int64 of the prefix that all filters keep; mass[:, 0] is 1 and falls. At least 1."""
+    vocab = mass.shape[-1]
+    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long()
+    left_by_k = cumulative.gather(1, (k - 1).unsqueeze(1))
+    short = (cumulative < top_p.double().unsqueeze(1) * left_by_k).sum(-1) + 1
+    kept = torch.where(top_p < 1, torch.minimum(k, short), k)
+    likely = (mass >= min_p.double().unsqueeze(1)).sum(-1)
+    return torch.where(min_p > 0, torch.minimum(kept, likely), kept).clamp(min=1)
+
+
+def pick(cumulative: torch.Tensor, kept: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Index [R] of the first entry whose cumulative mass exceeds uniform * the kept mass."""
+    total = cumulative.gather(1, (kept - 1).unsqueeze(1))
+    index = torch.searchsorted(cumulative, uniform.double().unsqueeze(1) * total, right=True)
+    return torch.minimum(index.squeeze(1), kept - 1)
