@@ -12,12 +12,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of some layers. `scaling` holds Hugging Face's own keys (rope_type, factor, ...)."""
+    """Rotary embedding of some layers.
+
+    `scaling` is {} for the plain form, else Hugging Face's own keys: rope_type ("linear", "dynamic", "llama3", "yarn",
+    "longrope"), factor and the type's others. It is complete: for all types but linear,
+    original_max_position_embeddings (for dynamic: the length its formula counts from) is always there.
+    """
 
     theta: float = 10000.0
     rotary_dim: int = 0  # 0 = head_dim
     scaling: dict[str, Any] = field(default_factory=dict)
-    # per-dimension factors stored as a tensor in the file (GGUF rope_freqs.weight), length rotary_dim / 2
+    # what each inverse frequency is divided by, stored as a tensor (GGUF rope_freqs.weight), length rotary_dim / 2
     factors: tuple[float, ...] = ()
 
 

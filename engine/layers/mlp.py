@@ -1,0 +1,41 @@
+"""The gated feed-forward network: down(act(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.engine.layers.base import Layer, dtype_name
+from headrace.engine.layers.linear import RowParallelLinear, gate_up_linear
+from headrace.engine.weights.source import ModelError
+from headrace.platforms.queries import ActivationQuery
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.engine.models.base import BuildContext
+    from headrace.engine.models.spec import ModelSpec
+
+_GATED = {
+    "silu": "silu_and_mul",
+    "gelu_tanh": "gelu_tanh_and_mul",
+    "gelu": "gelu_and_mul",
+}
+
+
+class GatedMLP(Layer):
+    """x [T, hidden] -> [T, hidden]."""
+
+    def __init__(self, ctx: BuildContext, spec: ModelSpec, name: str) -> None:
+        if spec.activation not in _GATED:
+            raise ModelError(
+                f"activation {spec.activation!r} is not supported; known: {', '.join(_GATED)}"
+            )
+        self.gate_up = gate_up_linear(ctx, name, spec.hidden, spec.intermediate, spec.mlp_bias)
+        query = ActivationQuery(spec.intermediate // ctx.world, dtype_name(ctx.dtype))
+        self._act = ctx.ops.bind(_GATED[spec.activation], query)
+        self.down = RowParallelLinear(
+            ctx, f"{name}.down_proj", spec.intermediate, spec.hidden, spec.mlp_bias
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._act(self.gate_up(x)))
