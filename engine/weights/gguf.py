@@ -9,6 +9,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -168,10 +169,9 @@ class GGUFPart:
         )
 
     def close(self) -> None:
-        try:
+        # BufferError: an array still looks at the map; it is unmapped with the last of them
+        with contextlib.suppress(BufferError):
             self.data.close()
-        except BufferError:
-            pass  # an array still looks at the map; it is unmapped with the last of them
 
 
 class GGUFFile:

@@ -119,7 +119,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=_integer(c, "vocab_size"),
-        max_position=_max_position(family, c, ropes[rope_of_layer[-1] if rope_of_layer else 0]),
+        max_position=_max_position(family, c, ropes[0]),
         norm_eps=float(c["rms_norm_eps"]),
         activation=_activation(c),
         tie_embeddings=bool(c["tie_word_embeddings"]),
@@ -132,10 +132,12 @@ def spec_from_hf(config: Config) -> ModelSpec:
         ropes=ropes,
         rope_of_layer=rope_of_layer,
         attention_scale=float(c["query_pre_attn_scalar"]) ** -0.5 if gemma else 0.0,
-        attention_softcap=float(c.get("attn_logit_softcapping") or 0) if family == "gemma2" else 0.0,
+        attention_softcap=float(c.get("attn_logit_softcapping") or 0)
+        if family == "gemma2"
+        else 0.0,
         final_softcap=float(c.get("final_logit_softcapping") or 0) if gemma else 0.0,
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        dtype=_dtype(c),
+        dtype=_dtype({**config, **c}),
         bos_token_id=c.get("bos_token_id"),
         eos_token_ids=token_ids(config.get("eos_token_id", c.get("eos_token_id"))),
     )
@@ -165,8 +167,6 @@ def _family(config: Config) -> tuple[str, dict[str, Any]]:
     kind = config.get("model_type", "")
     text = config.get("text_config")
     inner: Config = text if isinstance(text, Mapping) else config
-    if kind == "gemma3" and inner is config and "vision_config" not in config:
-        kind = "gemma3_text"
     known = {**{name: name for name in FAMILIES}, "gemma3_text": "gemma3"}
     family = known.get(kind)
     if family is None or (inner is not config and family != "gemma3"):
@@ -238,7 +238,7 @@ def _layer_types(family: str, c: Config, layers: int) -> tuple[str, ...]:
 def _ropes(
     family: str, c: Config, types: tuple[str, ...], head_dim: int
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
-    """The distinct ropes and the one each layer uses."""
+    """The distinct ropes, that of full-attention layers first, and the one each layer uses."""
     scaling = c.get("rope_scaling")
     parameters: Config = c.get("rope_parameters") or {}
     if family == "gemma3":
