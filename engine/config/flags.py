@@ -61,15 +61,16 @@ class Unsupported:
     reason: str
 
 
-MODEL, DEVICE, MEMORY, SCHEDULING, SERVER, LIMITS = (
+MODEL, DEVICE, MEMORY, SCHEDULING, SERVER, LIMITS, LOGGING = (
     "Model",
     "Device",
     "Memory",
     "Scheduling",
     "Server",
     "Limits",
+    "Logging",
 )
-GROUPS = (MODEL, DEVICE, MEMORY, SCHEDULING, SERVER, LIMITS)
+GROUPS = (MODEL, DEVICE, MEMORY, SCHEDULING, SERVER, LIMITS, LOGGING)
 
 
 def _choice(*values: str, **synonyms: str) -> dict[str, Any]:
@@ -77,7 +78,6 @@ def _choice(*values: str, **synonyms: str) -> dict[str, Any]:
     return {
         "parser": parse.choice(values, synonyms),
         "choices": values,
-        "metavar": "|".join(values),
     }
 
 
@@ -184,10 +184,9 @@ _MODEL_FLAGS = (
         "--generation-config",
         "model.generation_defaults",
         MODEL,
-        "auto takes default temperature, top_p, ... from the model; none uses the API's.",
+        "Take default temperature, top_p, ... from the model (auto) or the API's (none).",
         parse.mapped({"auto": True, "none": False, "model": True, "openai": False, "vllm": False}),
         choices=("auto", "none"),
-        metavar="auto|none",
         aliases=("--sampling-defaults",),
         default="auto",
         example="--generation-config none",
@@ -475,23 +474,6 @@ _SERVER_FLAGS = (
         metavar="ROLE",
     ),
     Flag(
-        "--log-level",
-        "server.log_level",
-        SERVER,
-        "How much to log; debug also shows tracebacks.",
-        **_choice("debug", "info", "warning", "error", critical="error", trace="debug"),
-        aliases=("--uvicorn-log-level",),
-    ),
-    Flag(
-        "--enable-log-requests",
-        "server.log_requests",
-        SERVER,
-        "Log every request.",
-        parse.boolean,
-        kind="switch",
-        aliases=("--log-requests",),
-    ),
-    Flag(
         "--shutdown-timeout",
         "server.drain_seconds",
         SERVER,
@@ -555,6 +537,26 @@ _LIMIT_FLAGS = (
     ),
 )
 
+_LOGGING_FLAGS = (
+    Flag(
+        "--log-level",
+        "server.log_level",
+        LOGGING,
+        "How much to log; debug also shows tracebacks.",
+        **_choice("debug", "info", "warning", "error", critical="error", trace="debug"),
+        aliases=("--uvicorn-log-level",),
+    ),
+    Flag(
+        "--enable-log-requests",
+        "server.log_requests",
+        LOGGING,
+        "Log every request.",
+        parse.boolean,
+        kind="switch",
+        aliases=("--log-requests",),
+    ),
+)
+
 FLAGS: tuple[Flag, ...] = (
     *_MODEL_FLAGS,
     *_DEVICE_FLAGS,
@@ -562,6 +564,7 @@ FLAGS: tuple[Flag, ...] = (
     *_SCHEDULING_FLAGS,
     *_SERVER_FLAGS,
     *_LIMIT_FLAGS,
+    *_LOGGING_FLAGS,
 )
 
 # Rows come with the issue that maps every name of the other servers.

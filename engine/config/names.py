@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.engine.config.flags import FLAGS, NOT_SUPPORTED, Flag
 from headrace.engine.config.settings import EngineConfig
@@ -63,3 +64,9 @@ def setting_paths() -> list[str]:
     return [
         f"{name}.{field}" for name in sections for field in getattr(default, name).__struct_fields__
     ]
+
+
+def setting_default(path: str) -> Any:
+    """The built-in default at a path."""
+    section, _, field = path.partition(".")
+    return getattr(getattr(EngineConfig(), section), field)
