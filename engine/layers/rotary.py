@@ -75,10 +75,7 @@ def inverse_frequencies(rope: RopeSpec, dim: int, length: int) -> tuple[torch.Te
     import torch
 
     kind, compute = _scaling(rope)
-    original = rope.scaling.get("original_max_position_embeddings") or max_position
-    frequencies, factor = compute(
-        rope, dim, int(original), max(max_position, int(original)), length
-    )
+    frequencies, factor = compute(rope, dim, length)
     if rope.factors:
         if len(rope.factors) != dim // 2:
             raise ModelError(

@@ -1,0 +1,91 @@
+"""Every family against transformers in float32: whole prompts, chunks, decode, mixed batches, past old rope limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.model_harness import Engine, load_model
+from tests.engine.tiny_models import CONFIGS, Tiny, make_tiny, prompt
+
+LENGTHS = (1, 15, 16, 17, 64, 200)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# Their rope depends on the length of the text; see test_length_dependent_rope.
+LENGTH_DEPENDENT = ("llama-dynamic", "llama-longrope")
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def engine_for(tiny: Tiny, longest: int) -> Engine:
+    """Within the original context of a length-dependent rope when `longest` is."""
+    return Engine(load_model(tiny.source, max_model_len=longest))
+
+
+def lengths_of(tiny: Tiny) -> list[int]:
+    return [n for n in LENGTHS if n <= 64 or tiny.name not in LENGTH_DEPENDENT]
+
+
+def test_whole_prompts(tiny: Tiny) -> None:
+    engine = engine_for(tiny, max(lengths_of(tiny)))
+    for length in lengths_of(tiny):
+        tokens = prompt(length)
+        want = tiny.logits(tokens)
+        torch.testing.assert_close(engine.run(engine.sequence(), tokens), want, **CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunks(tiny: Tiny, chunk: int) -> None:
+    length = 40
+    tokens = prompt(length)
+    engine = engine_for(tiny, 64)
+    got = engine.run(engine.sequence(), tokens, chunk)
+    torch.testing.assert_close(got, tiny.logits(tokens), **CLOSE)
+
+
+def test_mixed_batch(tiny: Tiny) -> None:
+    """Decodes, a chunk and whole prompts of unlike lengths in one step."""
+    engine = engine_for(tiny, 64)
+    prompts = [prompt(n, seed) for seed, n in enumerate((33, 5, 50, 17, 1))]
+    computed = (32, 4, 20, 0, 0)
+    seqs = [engine.sequence() for _ in prompts]
+    for seq, tokens, done in zip(seqs, prompts, computed, strict=True):
+        if done:
+            engine.run(seq, tokens[:done])
+    work = [(s, t[done:]) for s, t, done in zip(seqs, prompts, computed, strict=True)]
+    for got, tokens, done in zip(engine.step(work), prompts, computed, strict=True):
+        torch.testing.assert_close(got, tiny.logits(tokens)[done:], **CLOSE)
+
+
+def test_greedy_tokens(tiny: Tiny) -> None:
+    tokens = prompt(20, seed=3)
+    engine = engine_for(tiny, 64)
+    got = engine.greedy(tokens, 24)
+    for token in got:
+        assert token == int(tiny.logits(tokens)[-1].argmax())
+        tokens = [*tokens, token]
+
+
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+@pytest.mark.parametrize("length", [65, 200])
+def test_length_dependent_rope(name: str, length: int, tmp_path) -> None:
+    """Beyond the original context the table is that of max_model_len: transformers' for a text of that length."""
+    tiny = make_tiny(name, tmp_path)
+    tokens = prompt(length)
+    engine = engine_for(tiny, length)
+    got = engine.run(engine.sequence(), tokens, chunk=50)
+    torch.testing.assert_close(got, tiny.logits(tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_bfloat16(name: str, tmp_path) -> None:
+    """Log-probabilities within 0.1 of float32's on average, 0.5 at worst, for logits that span about 20."""
+    tiny = make_tiny(name, tmp_path)
+    tokens = prompt(64)
+    engine = Engine(load_model(tiny.source, dtype=torch.bfloat16))
+    got = engine.run(engine.sequence(), tokens).log_softmax(-1)
+    want = tiny.logits(tokens).log_softmax(-1)
+    difference = (got - want).abs()
+    assert difference.mean() < 0.1 and difference.max() < 0.5
