@@ -1,0 +1,111 @@
+"""Permanent rows: what a worker keeps of each running request.
+
+On the device: the token pool and the block tables. On the host: exact mirrors of the block tables and the sampling
+state as a struct of arrays, so that a step gathers its inputs by row index and nothing is ever reordered.
+Row `rows` (one past the last) belongs to nobody: padding and dummy steps use it with the dummy block 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from headrace.engine.core.sampling import SamplingParams
+from headrace.engine.core.step import NewRow, StepPlan
+from headrace.engine.runner.staging import Transfers
+from headrace.platforms.device import DeviceRuntime
+
+
+@dataclass(slots=True)
+class RowExtras:
+    """The rare parts of a row's sampling as arrays, made once. `bias_ids` are sorted and unique."""
+
+    params: SamplingParams
+    bias_ids: np.ndarray = field(init=False)  # [N] int64
+    bias: np.ndarray = field(init=False)  # [N] float32
+    stop_ids: np.ndarray = field(init=False)  # [M] int64
+
+    def __post_init__(self) -> None:
+        items = sorted(self.params.logit_bias.items())
+        self.bias_ids = np.array([token for token, _ in items], np.int64)
+        self.bias = np.array([value for _, value in items], np.float32)
+        self.stop_ids = np.unique(np.array(self.params.stop_token_ids, np.int64))
+
+
+class Rows:
+    """State of `rows` requests of at most `max_model_len` tokens each."""
+
+    def __init__(
+        self, rows: int, max_model_len: int, runtime: DeviceRuntime, transfers: Transfers
+    ) -> None:
+        self.rows = rows
+        # One more than the context: the token sampled after the last position has a place, though nobody reads it.
+        self.width = max_model_len + 1
+        self._runtime = runtime
+        self._transfers = transfers
+        # zeros, not empty: an operating system hands out zero pages lazily, so unused rows cost nothing on a CPU
+        self.tokens = torch.zeros((rows + 1, self.width), dtype=torch.int32, device=runtime.device)
+        self.prompt_len = np.zeros(rows + 1, np.int32)
+        self.temperature = np.zeros(rows + 1, np.float32)
+        self.top_k = np.zeros(rows + 1, np.int32)
+        self.top_p = np.ones(rows + 1, np.float32)
+        self.min_p = np.zeros(rows + 1, np.float32)
+        self.seed = np.zeros(rows + 1, np.uint64)
+        self.min_tokens = np.zeros(rows + 1, np.int32)
+        self.logprobs = np.full(rows + 1, -1, np.int32)
+        self.prompt_logprobs = np.full(rows + 1, -1, np.int32)
+        # rows whose logits are changed before sampling: penalties, bias, min_tokens
+        self.shaped = np.zeros(rows + 1, np.bool_)
+        self.extras: dict[int, RowExtras] = {}
+        self.tables_host = np.zeros((0, rows + 1, 1), np.int32)
+        self.tables = torch.zeros((0, rows + 1, 1), dtype=torch.int32, device=runtime.device)
+
+    def bind_tables(self, groups: int, block_size: int) -> None:
+        """Size the block tables for the KV plan; all entries are the dummy block."""
+        blocks = math.ceil((self.width - 1) / block_size)
+        self.tables_host = np.zeros((groups, self.rows + 1, blocks), np.int32)
+        self.tables = torch.zeros(
+            self.tables_host.shape, dtype=torch.int32, device=self._runtime.device
+        )
+
+    def apply(self, plan: StepPlan) -> None:
+        """Enter the plan's new rows and block changes. Doing it twice with the same plan changes nothing."""
+        for new in plan.new_rows:
+            self._enter(new)
+        arrays = [np.frombuffer(new.token_ids, np.int32) for new in plan.new_rows]
+        updates = plan.block_updates
+        if len(updates):
+            group, row, index = updates[:, 0], updates[:, 1], updates[:, 2]
+            self.tables_host[group, row, index] = updates[:, 3]
+            flat = np.ravel_multi_index((group, row, index), self.tables_host.shape)
+            # Read back: an entry changed twice is written twice with the same, last value, in whatever order.
+            arrays += [flat.astype(np.int64), self.tables_host[group, row, index]]
+        if not arrays:
+            return
+        views = self._transfers.send(*arrays)
+        for new, tokens in zip(plan.new_rows, views, strict=False):
+            self.tokens[new.row, : len(tokens)].copy_(tokens)
+        if len(updates):
+            self.tables.view(-1)[views[-2]] = views[-1]
+
+    def _enter(self, new: NewRow) -> None:
+        row, params = new.row, new.sampling
+        self.prompt_len[row] = new.prompt_len
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = params.seed
+        self.min_tokens[row] = params.min_tokens
+        self.logprobs[row] = params.logprobs
+        self.prompt_logprobs[row] = params.prompt_logprobs
+        masks_stops = params.min_tokens > 0 and bool(params.stop_token_ids)
+        shaped = params.needs_penalties or bool(params.logit_bias) or masks_stops
+        self.shaped[row] = shaped
+        if shaped:
+            self.extras[row] = RowExtras(params)
+        else:
+            self.extras.pop(row, None)

@@ -1,0 +1,298 @@
+"""Runner: one step on a device. Plans in, sampled tokens out; no Python loop over tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.engine.core.sampling import SamplingParams
+from headrace.engine.core.step import NewRow, StepPlan, StepResult
+from headrace.engine.models.base import Model, StepContext
+from headrace.engine.runner.batch import BatchBuilder, StaticInputs, StepInputs
+from headrace.engine.runner.graphs import DecodeGraphs, bucket_sizes
+from headrace.engine.runner.kv import allocate_caches
+from headrace.engine.runner.rows import Rows
+from headrace.engine.runner.sampler import (
+    SLICE_ELEMENTS,
+    HostLogprobs,
+    SampleOp,
+    Sampler,
+    score,
+)
+from headrace.engine.runner.staging import Transfers
+from headrace.platforms.allocator import DeviceAllocator
+from headrace.platforms.collectives import Collectives
+from headrace.platforms.device import DeviceRuntime, Event
+from headrace.platforms.kv_layout import KVPlan
+
+PhaseProgress = Callable[[float, float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    max_num_seqs: int  # rows, and requests a step
+    max_num_batched_tokens: int  # tokens a step
+    max_model_len: int  # tokens a row
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A launched step: everything is enqueued, the results are on their way to the host."""
+
+    plan: StepPlan
+    index: np.ndarray  # indices in the plan that sample
+    ids: torch.Tensor | None  # [R] int32 on the host; None when nothing is sampled
+    logprobs: tuple[np.ndarray, HostLogprobs] | None
+    prompt_logprobs: tuple[list[tuple[int, int]], HostLogprobs] | None  # (index, positions)
+    done: Event
+    started: float
+    kept: list[torch.Tensor]  # pinned memory that the step's copies read
+
+    def ready(self) -> bool:
+        return self.done.query()
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        self.done.synchronize()
+        token_ids = np.full(len(self.plan.rows), -1, np.int32)
+        bad: list[int] = []
+        if self.ids is not None:
+            token_ids[self.index] = self.ids.numpy()
+            bad = self.index[token_ids[self.index] < 0].tolist()
+        logprobs = {}
+        if self.logprobs is not None:
+            indices, numbers = self.logprobs
+            pairs = zip(indices.tolist(), numbers.entries(), strict=True)
+            logprobs = {index: entry for index, entry in pairs if index not in bad}
+        prompt_logprobs = {}
+        if self.prompt_logprobs is not None:
+            spans, numbers = self.prompt_logprobs
+            entries, start = numbers.entries(), 0
+            for index, count in spans:
+                prompt_logprobs[index] = entries[start : start + count]
+                start += count
+        elapsed = 1e3 * (time.perf_counter() - self.started)
+        return StepResult(
+            self.plan.step_id, token_ids, logprobs, prompt_logprobs, bad, device_ms=elapsed
+        )
+
+
+class Runner:
+    """Executes StepPlans on one rank.
+
+    `launch` enqueues a step and returns at once on devices with streams: a step may follow before the host has seen
+    the tokens of the one before, because they are read from the rows' token pool on the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sample: SampleOp,
+        runtime: DeviceRuntime,
+        collectives: Collectives,
+        limits: RunnerLimits,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model = model
+        self.runtime = runtime
+        self.limits = limits
+        self._collectives = collectives
+        self._dtype = dtype
+        self._stream = runtime.stream()
+        self._transfers = Transfers(runtime)
+        self.rows = Rows(limits.max_num_seqs, limits.max_model_len, runtime, self._transfers)
+        self._sampler = Sampler(self.rows, sample, self._transfers)
+        self._builder: BatchBuilder | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def init_kv(self, plan: KVPlan, allocator: DeviceAllocator | None = None) -> None:
+        """Allocate the caches (from the device's allocator unless told otherwise); block tables are reset."""
+        self.close()
+        caches = allocate_caches(plan, self.model.kv_specs, allocator or self.runtime.allocator())
+        for key, value in caches:
+            # The dummy block is read by padding rows and behind freed blocks of a window, where a weight of zero
+            # must meet a number: zero times NaN would spread.
+            key[0].zero_()
+            value[0].zero_()
+        self.model.bind_kv(plan, caches)
+        self.rows.bind_tables(len(plan.groups), plan.block_size)
+        most = 2 * self.limits.max_num_seqs  # a padded step is less than twice as large
+        tokens = max(self.limits.max_num_batched_tokens, most)
+        self._builder = BatchBuilder(self.rows, plan.block_size, self.runtime, tokens, most)
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Enter the plan's changes, run the model, sample, start the copies to the host."""
+        assert self._builder is not None, "init_kv comes first"
+        started = time.perf_counter()
+        with torch.inference_mode(), self.runtime.use_stream(self._stream):
+            self.rows.apply(plan)
+            graphs = self._graphs
+            only_decodes = plan.num_decode == len(plan.rows)
+            bucket = graphs.bucket(len(plan.rows)) if graphs and only_decodes else 0
+            if graphs and bucket:
+                inputs = self._builder.build(plan, bucket, graphs.static)
+                hidden = graphs.replay(bucket, inputs)
+            else:
+                inputs = self._builder.build(plan)
+                hidden = self._forward(inputs)
+            ids, logprobs = self._sample(hidden, inputs)
+            prompt = self._prompt_logprobs(plan, hidden, inputs)
+            done = self.runtime.event()
+            done.record()
+        index = inputs.sample.index
+        kept = self._transfers.take()
+        return PendingStep(plan, index, ids, logprobs, prompt, done, started, kept)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        plans = [impl.plan(inputs.view, group) for impl, group in self.model.plan_keys]
+        return self.model.forward(inputs.token_ids, inputs.positions, StepContext(plans))
+
+    def _sample(
+        self, hidden: torch.Tensor, inputs: StepInputs
+    ) -> tuple[torch.Tensor | None, tuple[np.ndarray, HostLogprobs] | None]:
+        sample = inputs.sample
+        if not len(sample.index):
+            return None, None
+        raw = self.model.logits(hidden.index_select(0, sample.logit_index))
+        if self._collectives.rank == 0:
+            ids = self._sampler.sample(raw, sample)
+        else:
+            ids = torch.empty(len(sample.index), dtype=torch.int32, device=raw.device)
+        # One rank decides: sums that differ in the last bit between ranks can then never split their sequences.
+        ids = self._collectives.broadcast(ids)
+        self.rows.tokens.view(-1).index_copy_(0, sample.out_index, ids.clamp(min=0))
+        if self._collectives.rank != 0:
+            return None, None
+        return self._transfers.fetch(ids), self._sampler.logprobs(raw, ids, sample)
+
+    def _prompt_logprobs(
+        self, plan: StepPlan, hidden: torch.Tensor, inputs: StepInputs
+    ) -> tuple[list[tuple[int, int]], HostLogprobs] | None:
+        """Scores of prompt tokens that follow this chunk's positions, where asked: in slices of bounded memory."""
+        rows = plan.rows
+        known = self.rows.prompt_len[rows] - 1 - plan.num_computed
+        counts = np.where(self.rows.prompt_logprobs[rows] >= 0, np.clip(known, 0, plan.num_new), 0)
+        asked = np.flatnonzero(counts)
+        if not len(asked):
+            return None
+        counts = counts[asked]
+        k = np.repeat(self.rows.prompt_logprobs[rows[asked]], counts)
+        starts = inputs.view.query_start_loc_host[asked].astype(np.int64)
+        offsets = np.arange(len(k)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = rows[asked].astype(np.int64) * self.rows.width + plan.num_computed[asked]
+        where, targets = self._transfers.send(
+            np.repeat(starts, counts) + offsets, np.repeat(first + 1, counts) + offsets
+        )
+        ids = self.rows.tokens.view(-1)[targets]
+        most = int(k.max())
+        step = max(1, SLICE_ELEMENTS // self.model.spec.vocab)
+        parts = []
+        for low in range(0, len(k), step):
+            raw = self.model.logits(hidden.index_select(0, where[low : low + step]))
+            parts.append(score(raw, ids[low : low + step], most))
+        numbers = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        spans = list(zip(asked.tolist(), counts.tolist(), strict=True))
+        return spans, self._sampler.to_host(k, numbers)
+
+    def dummy_plan(self, num_new: Sequence[int], sampling: SamplingParams) -> StepPlan:
+        """A plan like any other, but for the row that belongs to nobody and its dummy block."""
+        row, count = self.rows.rows, len(num_new)
+        decode = all(new == 1 for new in num_new)
+        return StepPlan(
+            step_id=-1,
+            rows=np.full(count, row, np.int32),
+            num_computed=np.zeros(count, np.int32),
+            num_new=np.asarray(num_new, np.int32),
+            sample=np.ones(count, np.bool_),
+            num_decode=count if decode else 0,
+            new_rows=[NewRow(row, "", b"\0\0\0\0", 1, sampling)],
+            block_updates=np.zeros((0, 4), np.int32),
+        )
+
+    def measure(self, plan: KVPlan) -> int:
+        """Bytes that the largest step takes beside weights and caches; only the layout of `plan` matters.
+
+        0 where the device cannot tell: no step is run then.
+        """
+        runtime, limits = self.runtime, self.limits
+        if (
+            runtime.peak_memory() == 0
+        ):  # the weights are there: a device that counts has counted them
+            return 0
+        self.init_kv(plan, _Scratch(runtime.device))
+        runtime.synchronize()
+        runtime.reset_peak_memory()
+        base = runtime.peak_memory()
+        count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        share, rest = divmod(limits.max_num_batched_tokens, count)
+        chunks = [min(share + (i < rest), limits.max_model_len) for i in range(count)]
+        self._dummy(chunks)
+        return max(runtime.peak_memory() - base, 0)
+
+    def warm_up(self, progress: PhaseProgress) -> None:
+        """Run every kind of step once through the real path, then capture the decode graphs."""
+        progress(0, 0, "first steps")
+        chunk = min(self.limits.max_num_batched_tokens, self.limits.max_model_len, 32)
+        self._dummy([chunk])
+        self._dummy([1])
+        sizes = bucket_sizes(
+            self.model,
+            self._collectives,
+            self.runtime.graphs().traits,
+            self.limits.max_num_seqs,
+        )
+        if sizes:
+            self._capture(sizes, progress)
+
+    def _dummy(self, num_new: Sequence[int]) -> None:
+        for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)):
+            self.launch(self.dummy_plan(num_new, sampling)).result()
+
+    def _capture(self, sizes: Sequence[int], progress: PhaseProgress) -> None:
+        assert self._builder is not None
+        most, device = max(sizes), self.runtime.device
+        static = StaticInputs(
+            torch.zeros(most, dtype=torch.int32, device=device),
+            [
+                torch.zeros((most, table.shape[1]), dtype=torch.int32, device=device)
+                for table in self.rows.tables
+            ],
+        )
+        hidden = torch.zeros((most, self.model.spec.hidden), dtype=self._dtype, device=device)
+        graphs = DecodeGraphs(self.model, self.runtime, static, hidden)
+        builder = self._builder
+
+        def inputs(size: int) -> StepInputs:
+            plan = self.dummy_plan([1] * size, SamplingParams(temperature=0.0))
+            self.rows.apply(plan)
+            return builder.build(plan, size, static)
+
+        with torch.inference_mode(), self.runtime.use_stream(self._stream):
+            graphs.capture(sizes, inputs, progress)
+        self._graphs = graphs
+
+    def close(self) -> None:
+        """Drop the graphs: this must happen before the collectives they hold are closed."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
+
+
+class _Scratch(DeviceAllocator):
+    """Ordinary memory for the small caches of a measurement, gone when the real ones are bound."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def free(self, tag: str) -> None:
+        return None
+
+    def stats(self) -> dict[str, int]:
+        return {}

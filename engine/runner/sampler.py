@@ -1,0 +1,179 @@
+"""From logits to tokens: penalties, bias and masks, the sampling op, log-probabilities.
+
+Order: penalties on the model's logits, then logit_bias is added, then the stop ids of rows below min_tokens are
+masked, then temperature and the filters inside the op. Log-probabilities always come from the raw logits.
+Every row is treated alone: no result depends on batch mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.engine.core.step import TokenLogprobs
+from headrace.engine.runner.batch import SampleInputs
+from headrace.engine.runner.rows import Rows
+from headrace.engine.runner.staging import Transfers
+
+# Elements of one [rows, V] or [rows, L] slice: bounds the memory of ops that make several copies of it.
+SLICE_ELEMENTS = 1 << 23
+
+SampleOp = Callable[..., torch.Tensor]
+
+
+@dataclass(slots=True)
+class HostLogprobs:
+    """Numbers of N positions on their way to the host; `k[i]` candidates were asked for at position i."""
+
+    k: np.ndarray  # [N]
+    token_ids: torch.Tensor  # [N] int64
+    logprobs: torch.Tensor  # [N] float32
+    ranks: torch.Tensor  # [N] int64
+    top_ids: torch.Tensor  # [N, max k] int64
+    top_logprobs: torch.Tensor  # [N, max k] float32
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Valid once the copies are complete."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return [
+            TokenLogprobs(token, logprob, rank, ids[:k], values[:k])
+            for k, token, logprob, rank, ids, values in zip(
+                self.k.tolist(), *(column.tolist() for column in columns), strict=True
+            )
+        ]
+
+
+class Sampler:
+    def __init__(self, rows: Rows, sample: SampleOp, transfers: Transfers) -> None:
+        self._rows = rows
+        self._sample = sample
+        self._transfers = transfers
+
+    def sample(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        """raw logits [R, V] float32, kept -> ids [R] int32; -1 where a row's logits are not finite."""
+        logits = self._shape(raw, inputs)
+        ids = logits.argmax(-1) if inputs.greedy else self._draw(logits, inputs)
+        # A sum is finite only if every term is: one pass, no [R, V] temporary.
+        return torch.where(raw.sum(-1).isfinite(), ids, -1).to(torch.int32)
+
+    def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        count, vocab = logits.shape
+        arguments = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform)
+        step = max(1, SLICE_ELEMENTS // vocab)
+        parts = [
+            self._sample(logits[low : low + step], *(a[low : low + step] for a in arguments))
+            for low in range(0, count, step)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _shape(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        """The logits to sample from: `raw` itself when no row asks for a change, else a changed copy."""
+        shaped = np.flatnonzero(self._rows.shaped[inputs.rows])
+        if not len(shaped):
+            return raw
+        logits = raw.clone()
+        extras = [self._rows.extras[row] for row in inputs.rows[shaped].tolist()]
+        penalised = shaped[[extra.params.needs_penalties for extra in extras]]
+        if len(penalised):
+            self._penalise(logits, penalised, inputs)
+        lengths = [len(extra.bias_ids) for extra in extras]
+        if any(lengths):
+            where, ids, bias = self._transfers.send(
+                np.repeat(shaped, lengths),
+                np.concatenate([extra.bias_ids for extra in extras]),
+                np.concatenate([extra.bias for extra in extras]),
+            )
+            logits[where, ids] += bias
+        outputs = inputs.positions - self._rows.prompt_len[inputs.rows]
+        early = (outputs < self._rows.min_tokens[inputs.rows])[shaped]
+        lengths = np.array([len(extra.stop_ids) for extra in extras]) * early
+        if lengths.any():
+            stops = [
+                extra.stop_ids for extra, length in zip(extras, lengths, strict=True) if length
+            ]
+            where, ids = self._transfers.send(np.repeat(shaped, lengths), np.concatenate(stops))
+            logits[where, ids] = float("-inf")
+        return logits
+
+    def _penalise(self, logits: torch.Tensor, which: np.ndarray, inputs: SampleInputs) -> None:
+        """In place on rows `which`. Counts are taken anew from the token pool: nothing to keep in step."""
+        longest = int(inputs.positions[which].max())
+        step = max(1, SLICE_ELEMENTS // max(longest, logits.shape[1]))
+        for low in range(0, len(which), step):
+            part = which[low : low + step]
+            rows, lengths = inputs.rows[part], inputs.positions[part]
+            params = [self._rows.extras[row].params for row in rows.tolist()]
+            numbers = np.array(
+                [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
+                np.float32,
+            )
+            where, device_rows, device_lengths, prompts, factors = self._transfers.send(
+                part.astype(np.int64),
+                rows.astype(np.int64),
+                lengths.astype(np.int64),
+                self._rows.prompt_len[rows].astype(np.int64),
+                numbers,
+            )
+            tokens = self._rows.tokens[device_rows, : int(lengths.max())].long()
+            logits[where] = penalised(
+                logits[where],
+                tokens,
+                prompts.unsqueeze(1),
+                device_lengths.unsqueeze(1),
+                factors,
+            )
+
+    def logprobs(
+        self, raw: torch.Tensor, ids: torch.Tensor, inputs: SampleInputs
+    ) -> tuple[np.ndarray, HostLogprobs] | None:
+        """Of the sampled ids [R], for the rows that ask: their indices in the plan, and the numbers."""
+        k = self._rows.logprobs[inputs.rows]
+        asked = np.flatnonzero(k >= 0)
+        if not len(asked):
+            return None
+        (where,) = self._transfers.send(asked)
+        numbers = score(raw[where], ids[where].clamp(min=0), int(k[asked].max()))
+        return inputs.index[asked], self.to_host(k[asked], numbers)
+
+    def to_host(self, k: np.ndarray, numbers: tuple[torch.Tensor, ...]) -> HostLogprobs:
+        return HostLogprobs(k, *(self._transfers.fetch(tensor) for tensor in numbers))
+
+
+def penalised(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    factors: torch.Tensor,
+) -> torch.Tensor:
+    """logits [n, V], tokens [n, L] int64, prompt lengths [n, 1], sequence lengths [n, 1], factors [n, 3] -> [n, V].
+
+    Repetition looks at prompt and output: a positive logit is divided, a negative one multiplied. Frequency and
+    presence look at the output only: the count times the penalty, and the penalty once, are subtracted.
+    """
+    count, vocab = logits.shape
+    repetition, frequency, presence = factors.unsqueeze(-1).unbind(1)  # [n, 1] each
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    # Positions that do not count go to a column of their own, cut off again.
+    present = torch.where(index < lengths, tokens, vocab)
+    seen = torch.zeros(count, vocab + 1, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter_(1, present, True)[:, :vocab]
+    output = torch.where(index >= prompts, present, vocab)
+    counts = torch.zeros(count, vocab + 1, device=logits.device)
+    counts = counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))[:, :vocab]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def score(raw: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """raw logits [N, V], ids [N] -> (ids, log-probability, rank, top ids [N, k], top log-probabilities [N, k])."""
+    total = raw.logsumexp(-1, keepdim=True)
+    ids = ids.long()
+    own = raw.gather(1, ids.unsqueeze(1))
+    rank = (raw > own).sum(-1) + 1
+    top, top_ids = raw.topk(min(k, raw.shape[1]), dim=-1)
+    return ids, (own - total).squeeze(1), rank, top_ids, top - total
