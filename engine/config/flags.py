@@ -474,6 +474,14 @@ _SERVER_FLAGS = (
         metavar="ROLE",
     ),
     Flag(
+        "--trust-request-chat-template",
+        "server.trust_request_chat_template",
+        SERVER,
+        "Let requests bring their own chat template (sandboxed).",
+        parse.boolean,
+        kind="switch",
+    ),
+    Flag(
         "--shutdown-timeout",
         "server.drain_seconds",
         SERVER,

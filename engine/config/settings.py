@@ -74,6 +74,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     log_level: str = "info"
     log_requests: bool = False
     response_role: str = "assistant"
+    trust_request_chat_template: bool = False  # a request may bring its own (sandboxed) template
 
 
 class Provenance(msgspec.Struct, frozen=True):
