@@ -58,6 +58,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-mha": {"model_type": "llama", "num_key_value_heads": 6, "head_dim": 16},
+    "llama-8-heads": {"model_type": "llama", "num_attention_heads": 8, "head_dim": 16},
     "llama-linear": _scaled(64, rope_type="linear", factor=4.0),
     "llama-dynamic": _scaled(64, rope_type="dynamic", factor=4.0),
     "llama-llama3": _scaled(512, **_LLAMA3),
