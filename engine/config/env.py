@@ -55,3 +55,8 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     base = read(XDG_CACHE_HOME) or Path.home() / ".cache"
     return Path(base) / "headrace"
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a child process: this one's, with `extra` put over it."""
+    return {**os.environ, **extra}
