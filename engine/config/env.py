@@ -60,8 +60,3 @@ def cache_dir() -> Path:
 def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a child process: this one's, with `extra` put over it."""
     return {**os.environ, **extra}
-
-
-def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with `extra` on top, for a process about to be started."""
-    return {**os.environ, **extra}
