@@ -14,12 +14,12 @@ import typer
 
 from headrace.cli.bench.command import bench
 from headrace.cli.errors import RUNTIME, USAGE, CliError
-from headrace.cli.options import Command, Root, with_flags
+from headrace.cli.options import Command, Group, with_flags
 from headrace.engine.config.flags import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
 
 app = typer.Typer(
     name="headrace",
-    cls=Root,
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

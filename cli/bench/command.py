@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import Command, with_flags
+from headrace.cli.options import Command, Group, with_flags
 from headrace.engine.config.flags import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
 
 bench = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Measure a server: its load, its latency, its throughput, its start.",
