@@ -138,6 +138,9 @@ async def completion(where: Address, body: Mapping[str, Any], timeout: float) ->
 
 def _read(reply: _Reply, sample: Sample) -> None:
     """Fill the sample from the events, each with the time its last byte arrived."""
+    if not reply.status:
+        sample.error = "the connection closed before an answer"
+        return
     if reply.status != 200:
         sample.error = f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}"
         return
