@@ -11,7 +11,7 @@ import torch
 
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.layout import tensor_shapes
-from headrace.engine.weights.safetensors_source import refuse_blocks
+from headrace.engine.weights.safetensors_source import no_blocks
 from headrace.engine.weights.source import ModelFiles
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DummyHandle:
         )
 
     def blocks(self, rows: slice | None = None) -> np.ndarray:
-        refuse_blocks(self.name, self.scheme)
+        raise no_blocks(self.name, self.scheme)
 
 
 class DummySource:

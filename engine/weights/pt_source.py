@@ -18,8 +18,14 @@ class TorchSource:
     def __init__(self, files: ModelFiles, spec: ModelSpec):
         self.files, self.spec = files, spec
         self._tensors: dict[str, torch.Tensor] = {}
+        problems = []
         for path in files.weights:
-            self._tensors.update(_load(path))
+            try:
+                self._tensors.update(_load(path))
+            except ModelError as error:
+                problems.append(str(error))
+        if problems:
+            raise ModelError("; ".join(problems))
         if files.index:
             lost = [name for name in read_index(files.index) if name not in self._tensors]
             if lost:

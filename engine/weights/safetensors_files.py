@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.engine.weights.source import ModelError
 
@@ -140,14 +141,14 @@ def widest_dtype(tensors: Mapping[str, StoredTensor]) -> str:
     return ""
 
 
-def _entry(path: str, name: str, entry: dict[str, object]) -> tuple[StoredTensor, int]:
+def _entry(path: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
     """A header entry as (tensor, end of its data). ValueError and its like when it contradicts itself."""
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
-    sizes = tuple(int(n) for n in shape)  # type: ignore[attr-defined]
-    size = _SIZES.get(str(dtype))
+    dtype, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
+    sizes = tuple(int(n) for n in entry["shape"])
+    size = _SIZES.get(dtype)
     if not 0 <= begin <= end or (size and end - begin != math.prod(sizes) * size):
         raise ValueError(name)
-    return StoredTensor(name, sizes, str(dtype), path, end - begin), end
+    return StoredTensor(name, sizes, dtype, path, end - begin), end
 
 
 def _what(path: str) -> str:

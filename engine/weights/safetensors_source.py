@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -33,11 +33,13 @@ class PlainHandle:
         return self._lazy[index].to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def blocks(self, rows: slice | None = None) -> np.ndarray:
-        refuse_blocks(self.name, self.scheme)
+        raise no_blocks(self.name, self.scheme)
 
 
-def refuse_blocks(name: str, scheme: str) -> NoReturn:
-    raise ModelError(f"{name} holds plain {scheme} values, not quantized blocks; read() gives them")
+def no_blocks(name: str, scheme: str) -> ModelError:
+    return ModelError(
+        f"{name} holds plain {scheme} values, not quantized blocks; read() gives them"
+    )
 
 
 class SafetensorsSource:
