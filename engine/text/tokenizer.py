@@ -20,6 +20,8 @@ class Tokenizer(Protocol):
     ]  # every id that ends a turn (generation_config and template marks included)
     special_ids: frozenset[int]
     chat_template: str | None
+    # decode drops one space at the start of a text: SentencePiece writes one in front of the first word
+    strips_leading_space: bool
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids; special marks written in the text are recognised. BOS/EOS added where the model wants them, once:
