@@ -71,6 +71,15 @@ class Rows:
             self.tables_host.shape, dtype=torch.int32, device=self._runtime.device
         )
 
+    def reset(self) -> None:
+        """As if no request had ever been here."""
+        self.tables_host.fill(0)
+        self.tables.zero_()
+        self.extras.clear()
+        self.shaped.fill(False)
+        self.logprobs.fill(-1)
+        self.prompt_logprobs.fill(-1)
+
     def apply(self, plan: StepPlan) -> None:
         """Enter the plan's new rows and block changes. Doing it twice with the same plan changes nothing."""
         for new in plan.new_rows:

@@ -15,6 +15,7 @@ from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import BatchBuilder, StaticInputs, StepInputs
 from headrace.engine.runner.graphs import DecodeGraphs, bucket_sizes
 from headrace.engine.runner.kv import allocate_caches
+from headrace.engine.runner.memory import estimate_activations
 from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import (
     SLICE_ELEMENTS,
@@ -28,6 +29,9 @@ from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime, Event
 from headrace.platforms.kv_layout import KVPlan
+
+_GREEDY = SamplingParams(temperature=0.0)
+_FILTERED = SamplingParams(top_p=0.9)
 
 PhaseProgress = Callable[[float, float, str], None]
 
@@ -216,29 +220,34 @@ class Runner:
     def measure(self, plan: KVPlan) -> int:
         """Bytes that the largest step takes beside weights and caches; only the layout of `plan` matters.
 
-        0 where the device cannot tell: no step is run then.
+        Measured by running that step, but on a device without streams: that is the host, where the step would take
+        seconds and the peak would be the whole process's. An estimate does there, for memory can be overdrawn.
         """
         runtime, limits = self.runtime, self.limits
-        if (
-            runtime.peak_memory() == 0
-        ):  # the weights are there: a device that counts has counted them
-            return 0
+        count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        if self._stream is None:
+            return estimate_activations(
+                self.model.spec,
+                limits.max_num_batched_tokens,
+                count,
+                self._collectives.world,
+                SLICE_ELEMENTS,
+            )
         self.init_kv(plan, _Scratch(runtime.device))
         runtime.synchronize()
         runtime.reset_peak_memory()
         base = runtime.peak_memory()
-        count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         share, rest = divmod(limits.max_num_batched_tokens, count)
         chunks = [min(share + (i < rest), limits.max_model_len) for i in range(count)]
-        self._dummy(chunks)
+        self._dummy(chunks, _FILTERED)
         return max(runtime.peak_memory() - base, 0)
 
     def warm_up(self, progress: PhaseProgress) -> None:
         """Run every kind of step once through the real path, then capture the decode graphs."""
         progress(0, 0, "first steps")
         chunk = min(self.limits.max_num_batched_tokens, self.limits.max_model_len, 32)
-        self._dummy([chunk])
-        self._dummy([1])
+        self._dummy([chunk], _FILTERED)
+        self._dummy([1], _GREEDY)
         sizes = bucket_sizes(
             self.model,
             self._collectives,
@@ -248,9 +257,8 @@ class Runner:
         if sizes:
             self._capture(sizes, progress)
 
-    def _dummy(self, num_new: Sequence[int]) -> None:
-        for sampling in (SamplingParams(temperature=0.0), SamplingParams(top_p=0.9)):
-            self.launch(self.dummy_plan(num_new, sampling)).result()
+    def _dummy(self, num_new: Sequence[int], sampling: SamplingParams) -> None:
+        self.launch(self.dummy_plan(num_new, sampling)).result()
 
     def _capture(self, sizes: Sequence[int], progress: PhaseProgress) -> None:
         assert self._builder is not None
@@ -267,13 +275,17 @@ class Runner:
         builder = self._builder
 
         def inputs(size: int) -> StepInputs:
-            plan = self.dummy_plan([1] * size, SamplingParams(temperature=0.0))
+            plan = self.dummy_plan([1] * size, _GREEDY)
             self.rows.apply(plan)
             return builder.build(plan, size, static)
 
         with torch.inference_mode(), self.runtime.use_stream(self._stream):
             graphs.capture(sizes, inputs, progress)
         self._graphs = graphs
+
+    def reset(self) -> None:
+        """Forget every request: rows keep nothing, tables point at the dummy block."""
+        self.rows.reset()
 
     def close(self) -> None:
         """Drop the graphs: this must happen before the collectives they hold are closed."""

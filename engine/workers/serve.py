@@ -1,0 +1,133 @@
+"""A worker's loop: commands in order, answers in order, asleep when there is nothing to do."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.core.step import StepPlan, StepResult
+from headrace.engine.workers.messages import (
+    Call,
+    Close,
+    Failed,
+    FromWorker,
+    Progress,
+    Reply,
+    Setup,
+)
+from headrace.engine.workers.worker import PHASES, UTILITIES, Worker
+
+log = logging.getLogger(__name__)
+
+Command = StepPlan | Call | Close
+Send = Callable[[StepResult | FromWorker], None]
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
+
+
+class _RankLost(Exception):
+    """One rank of several failed in a step: the others wait for it inside a collective, for ever."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    ready: Callable[[], bool]
+    result: Callable[[], StepResult]
+
+
+class WorkerLoop:
+    """Runs until Close. A step that fails is answered with an error and harms no other, with one rank at least."""
+
+    def __init__(self, setup: Setup, commands: SimpleQueue[Command], send: Send) -> None:
+        self._setup = setup
+        self._commands = commands
+        self._send = send
+        self._worker = Worker(setup, lambda *report: send(Progress(*report)))
+        self._flight: deque[_InFlight] = deque()
+
+    def run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except _RankLost as error:
+            self._send(Failed(str(error)))
+        finally:
+            self._worker.close()
+
+    def _turn(self) -> bool:
+        # A finished step is answered at once; for an unfinished one the loop waits only when nothing can be started.
+        if self._flight and (self._flight[0].ready() or self._commands.empty()):
+            self._finish()
+            return True
+        command = self._commands.get()
+        if isinstance(command, StepPlan):
+            self._start(command)
+            return True
+        while self._flight:
+            self._finish()
+        if isinstance(command, Call):
+            self._send(self._call(command))
+        return not isinstance(command, Close)
+
+    def _start(self, plan: StepPlan) -> None:
+        try:
+            pending = self._worker.launch(plan)
+        except Exception as error:
+            failed = self._failed(plan, error)
+            self._flight.append(_InFlight(plan, lambda: True, lambda: failed))
+        else:
+            self._flight.append(_InFlight(plan, pending.ready, pending.result))
+
+    def _finish(self) -> None:
+        step = self._flight.popleft()
+        try:
+            answer = step.result()
+        except Exception as error:
+            answer = self._failed(step.plan, error)
+        if self._setup.rank == 0:
+            self._send(answer)
+
+    def _failed(self, plan: StepPlan, error: Exception) -> StepResult:
+        log.error("step %d failed", plan.step_id, exc_info=error)
+        memory = is_out_of_memory(error)
+        text = f"the device ran out of memory: {sentence(error)}" if memory else sentence(error)
+        if self._setup.world > 1:
+            raise _RankLost(f"a step failed ({text})") from error
+        nothing = np.full(len(plan.rows), -1, np.int32)
+        return StepResult(plan.step_id, nothing, {}, {}, [], error=text, retry=memory)
+
+    def _call(self, call: Call) -> Reply:
+        if call.method not in PHASES + UTILITIES:
+            return Reply(call.call_id, error=f"workers have no call {call.method!r}")
+        try:
+            value: Any = getattr(self._worker, call.method)(*call.args)
+        except Exception as error:
+            log.error("%s failed", call.method, exc_info=error)
+            return Reply(call.call_id, error=sentence(error))
+        return Reply(call.call_id, value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller step might have passed, on any device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        words in str(error).lower() for words in _OUT_OF_MEMORY
+    )
+
+
+def sentence(error: BaseException) -> str:
+    """The error's first line; the kind is named where the text alone might not say what happened."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else ""
+    if isinstance(error, (ValueError, OSError)) or type(error).__name__ == "SelectionError":
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,193 @@
+"""Worker: one rank's device, model and runner, whatever process or thread it lives in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from headrace.engine.core.executor import WorkerInfo
+from headrace.engine.core.step import StepPlan
+from headrace.engine.kv_cache.plan import make_kv_plan
+from headrace.engine.models.base import BuildContext, Model
+from headrace.engine.models.registry import build_model
+from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
+from headrace.engine.weights.sources import open_source
+from headrace.engine.workers.messages import Setup
+from headrace.engine.workers.platform import platform_named
+from headrace.platforms.collectives import Collectives, GroupSpec
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.kv_layout import KVPlan
+from headrace.platforms.ops import Ops
+from headrace.platforms.queries import SampleQuery
+from headrace.platforms.registry import Policy, Registry
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+# (phase, done, total, text)
+Report = Callable[[str, float, float, str], None]
+
+# Tokens a step when neither the user nor the platform says.
+DEFAULT_STEP_TOKENS = 2048
+
+
+PHASES = ("open", "load", "measure", "init_kv", "warm_up")
+UTILITIES = ("selection", "reset", "memory", "profile")
+
+
+class Worker:
+    """Phases in order: open, load, measure, init_kv, warm_up; then launch for every step; utilities between steps."""
+
+    def __init__(self, setup: Setup, report: Report) -> None:
+        self.setup = setup
+        self._report = report
+        self._runtime: DeviceRuntime | None = None
+        self._collectives: Collectives | None = None
+        self._runner: Runner | None = None
+        self._profile: profile | None = None
+
+    # Phases
+
+    def open(self) -> None:
+        """The device, its collectives, and the ops to choose from."""
+        setup, device = self.setup, self.setup.device
+        self._report("open", 0, 0, device.spec)
+        platform = platform_named(device.platform)
+        threads = setup.config.device.threads
+        self._device = dataclasses.replace(device, units=threads) if threads else device
+        self._runtime = platform.open(self._device)
+        group = GroupSpec(setup.rank, setup.world, setup.init_method)
+        self._collectives = self._runtime.collectives(group)
+        self._ops = Ops(
+            Registry.with_reference(platform.implementations()),
+            self._device,
+            self._runtime,
+            policy_of(setup),
+        )
+
+    def load(self) -> None:
+        """Choose implementations, build the model, read its weights."""
+        setup = self.setup
+        config, spec = setup.config, setup.spec
+        self._dtype_name = config.model.dtype
+        if self._dtype_name == "auto":
+            self._dtype_name = self._device.dtypes[0]
+        dtype = getattr(torch, self._dtype_name)
+        kv_dtype = config.cache.kv_cache_dtype
+        context = BuildContext(
+            self._ops,
+            dtype,
+            self._collectives,
+            self._dtype_name if kv_dtype == "auto" else kv_dtype,
+            self._runtime.device,
+        )
+        limits = limits_of(setup)
+        model = build_model(spec, context, limits.max_model_len)
+        sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
+        source = open_source(setup.files, config.model.hf_overrides)
+        try:
+            self._weight_bytes = model.load_weights(
+                source, lambda done, total, text: self._report("load", done, total, text)
+            )
+        finally:
+            source.close()
+        self._model: Model = model
+        self._runner = Runner(model, sample, self._runtime, self._collectives, limits, dtype)
+
+    def measure(self) -> dict[str, Any]:
+        """What the largest step takes; WorkerInfo as plain data."""
+        setup = self.setup
+        self._report("measure", 0, 0, "memory of the largest step")
+        formats = [list(impl.kv_formats(impl.query)) for impl in self._model.attention_impls]
+        specs = self._model.kv_specs
+        config = setup.config
+        few = msgspec.structs.replace(config.cache, num_blocks=2)
+        activation = self._runner.measure(make_kv_plan(specs, formats, 0, few, 1, 1))
+        info = WorkerInfo(
+            device=self._device.spec,
+            dtype=self._dtype_name,
+            weight_bytes=self._weight_bytes,
+            kv_specs=list(specs),
+            kv_formats=formats,
+            free_memory=max(self._runtime.memory().free - activation, 0),
+            activation_bytes=activation,
+            vocab=setup.spec.vocab,
+            selection=self.selection(),
+        )
+        return msgspec.to_builtins(info)
+
+    def init_kv(self, plan: Any) -> None:
+        plan = msgspec.convert(plan, KVPlan)
+        self._report("kv", 0, plan.total_bytes, "KV cache")
+        self._runner.init_kv(plan)
+
+    def warm_up(self) -> None:
+        self._runner.warm_up(lambda done, total, text: self._report("warm-up", done, total, text))
+
+    # Steps
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return self._runner.launch(plan)
+
+    # Utilities
+
+    def selection(self) -> list[dict[str, Any]]:
+        """Every decision about an implementation with its candidates and reasons, as plain data."""
+        return [
+            {**msgspec.to_builtins(decision), "query_type": type(decision.query).__name__}
+            for decision in self._ops.report.decisions
+        ]
+
+    def reset(self) -> None:
+        """Forget every request."""
+        self._runner.reset()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes reserved for each tag, and what the device has left."""
+        now = self._runtime.memory()
+        return {**self._runtime.allocator().stats(), "free": now.free, "total": now.total}
+
+    def profile(self, action: str, path: str = "") -> str:
+        """ "start", then "stop": writes a trace that trace viewers open to `path` and returns the costliest ops."""
+        if action == "start":
+            if self._profile is not None:
+                raise ValueError("a profile is being taken already; stop it first")
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+            return ""
+        if action != "stop":
+            raise ValueError(f"profile knows start and stop, not {action!r}")
+        if self._profile is None:
+            raise ValueError("no profile is being taken; start one first")
+        taken, self._profile = self._profile, None
+        taken.stop()
+        if path:
+            taken.export_chrome_trace(f"{path}.{self.setup.rank}" if self.setup.world > 1 else path)
+        return taken.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        if self._collectives is not None:
+            self._collectives.close()
+        if self._runtime is not None:
+            self._runtime.close()
+
+
+def policy_of(setup: Setup) -> Policy:
+    device = setup.config.device
+    return Policy(device.force, frozenset(device.disable), device.only_verified, device.self_test)
+
+
+def limits_of(setup: Setup) -> RunnerLimits:
+    """Rows and buffers. A context left open is the model's own: the engine may then choose any shorter one."""
+    scheduler = setup.config.scheduler
+    return RunnerLimits(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, scheduler.max_num_seqs),
+        setup.config.model.max_model_len or setup.spec.max_position,
+    )
