@@ -1,0 +1,166 @@
+"""Engine: the loop of the engine process. One poll waits for requests and for results; idle, it sleeps in that poll."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+
+from headrace.engine.core.executor import Executor, WorkerFailed
+from headrace.engine.core.stop import StopSignal
+from headrace.engine.ipc.messages import (
+    Abort,
+    Call,
+    CallReply,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+from headrace.engine.ipc.server import Audience, EngineServer
+from headrace.engine.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.1
+# While steps are in flight the executor is asked this often even if its descriptor stays silent, so that the death
+# of a worker that could not say so is noticed.
+_PULSE_MS = 1000
+
+
+class Engine:
+    """Runs until `stop` is set or a Shutdown arrives. Raises WorkerFailed when the workers are lost.
+
+    Utility calls run between steps, with none in flight: scheduling pauses until they are answered.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, server: EngineServer, stop: StopSignal
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._server = server
+        self._stop = stop
+        self._audience = Audience()
+        self._outputs: list[RequestOutput] = []
+        self._calls: deque[tuple[bytes, Call]] = deque()
+        self._next_stats = 0.0
+        self._busy = False
+        self._poller = zmq.Poller()
+        self._poller.register(server.socket, zmq.POLLIN)
+        self._poller.register(executor.fileno(), zmq.POLLIN)
+        self._poller.register(stop.fileno(), zmq.POLLIN)
+
+    def run(self) -> None:
+        while not self._stop.is_set:
+            self._receive()
+            self._serve_calls()
+            self._submit_steps()
+            self._send_outputs()
+            self._send_stats()
+            self._poller.poll(_PULSE_MS if self._scheduler.steps_in_flight else None)
+            self._collect()
+        self._outputs += self._scheduler.abort_all()
+        self._send_outputs()
+
+    # ---- messages
+
+    def _receive(self) -> None:
+        for client, message in self._server.receive():
+            self._handle(client, message)
+
+    def _handle(self, client: bytes, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message)
+        elif isinstance(message, Abort):
+            self._outputs += self._scheduler.abort(message.request_ids)
+        elif isinstance(message, Call):
+            answer = self._answer_at_once(message)
+            if answer is None:
+                self._calls.append((client, message))
+            else:
+                self._server.send(client, CallReply(message.call_id, answer))
+        elif isinstance(message, Shutdown):
+            self._stop.set("a client asked for it")
+
+    def _submit(self, client: bytes, submit: Submit) -> None:
+        if submit.request_id in self._audience:
+            logger.error("a second request with the id %r was dropped", submit.request_id)
+            return
+        self._audience.add(submit.request_id, client)
+        refusal = self._scheduler.add(submit)
+        if refusal is not None:
+            self._outputs.append(refusal)
+
+    def _send_outputs(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            for client, share in self._audience.split(outputs).items():
+                self._server.send(client, Outputs(share))
+
+    def _send_stats(self) -> None:
+        """At most every STATS_SECONDS while busy, and once when idle begins."""
+        busy = self._scheduler.has_unfinished or self._scheduler.steps_in_flight > 0
+        now = time.monotonic()
+        if (busy and now >= self._next_stats) or (self._busy and not busy):
+            self._next_stats = now + STATS_SECONDS
+            self._server.broadcast(self._scheduler.stats())
+        if self._busy and not busy:
+            self.check_integrity()
+        self._busy = busy
+
+    def check_integrity(self) -> None:
+        """Called when idle begins: whatever is still held then has leaked, which is logged as an error."""
+        problems = self._scheduler.problems()
+        if problems:
+            logger.error("the scheduler lost track of its resources: %s", "; ".join(problems))
+
+    # ---- steps
+
+    def _submit_steps(self) -> None:
+        if self._calls:
+            return
+        scheduler = self._scheduler
+        while scheduler.steps_in_flight < self._executor.depth:
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            self._executor.submit(plan)
+        if scheduler.has_unfinished and not scheduler.steps_in_flight:
+            logger.error("no step could be made although requests wait: the first one fails")
+            self._outputs += scheduler.fail_stalled()
+
+    def _collect(self) -> None:
+        """Also when no step is in flight: this is how the death of an idle worker is noticed."""
+        while (result := self._executor.poll(0.0)) is not None:
+            self._outputs += self._scheduler.complete(result)
+
+    # ---- utility calls
+
+    def _serve_calls(self) -> None:
+        while self._calls and not self._scheduler.steps_in_flight:
+            client, call = self._calls.popleft()
+            try:
+                reply = CallReply(
+                    call.call_id, self._executor.call(call.method, *call.args.values())
+                )
+            except WorkerFailed:
+                raise
+            except (
+                Exception
+            ) as error:  # a call that fails is its caller's trouble, not the engine's
+                reply = CallReply(call.call_id, error=str(error) or type(error).__name__)
+            self._server.send(client, reply)
+
+    def _answer_at_once(self, call: Call) -> Any:
+        """What the engine knows itself; None for a call of the workers."""
+        if call.method == "stats":
+            return self._scheduler.stats()
+        if call.method == "reset_prefix_cache":
+            self._scheduler.kv.forget_all()
+            return True
+        return None

@@ -1,0 +1,117 @@
+"""The engine process: `python -m headrace.engine.core.process --address ... --boot-fd N`.
+
+Started by engine/ipc/launch.py. Exit code 0 after an orderly stop, 1 after a failure, which clients are told of in an
+EngineFailed first. It ends when its parent does; SIGINT is ignored because a terminal sends it to the whole process
+group and the API process decides what it means; SIGTERM stops at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from headrace.engine.core import startup
+from headrace.engine.core.boot import Boot, read_boot
+from headrace.engine.core.engine import Engine
+from headrace.engine.core.executor import WorkerFailed
+from headrace.engine.core.stop import StopSignal
+from headrace.engine.ipc.messages import EngineFailed
+from headrace.engine.ipc.server import EngineServer
+from headrace.engine.kv_cache.plan import KVPlanError
+from headrace.engine.weights.source import ModelError
+
+logger = logging.getLogger(__name__)
+
+# Time for an orderly stop after the parent is gone; then the process ends whatever it is doing.
+_ORPHAN_SECONDS = 10.0
+
+# Failures whose text is a sentence for people. Anything else is a defect of ours and gets its traceback logged.
+_EXPECTED = (WorkerFailed, KVPlanError, ModelError)
+
+
+class _Stopped(Exception):
+    """SIGTERM came while the engine was starting."""
+
+
+class _Signals:
+    """SIGTERM: interrupts start-up wherever it is; later it only sets the flag the loop looks at."""
+
+    def __init__(self) -> None:
+        self.stop = StopSignal()
+        self.starting = True
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.stop.set("SIGTERM")
+        if self.starting:
+            self.starting = False
+            raise _Stopped
+
+
+def _end_with_parent(fd: int) -> None:
+    """Wait for the end of file of the boot pipe, without using the CPU."""
+    with contextlib.suppress(OSError):
+        while os.read(fd, 4096):
+            pass
+    logger.warning("the parent process is gone: the engine stops")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_SECONDS)
+    os._exit(1)
+
+
+def _run(boot: Boot, server: EngineServer, signals: _Signals) -> None:
+    clock = startup.PhaseClock(server.announce)
+    spec = boot.spec
+    if spec is None:
+        from headrace.engine.weights.sources import read_spec
+
+        spec = read_spec(boot.files, boot.config.model.hf_overrides)
+    executor = startup.make_executor(boot, startup.with_step_tokens(boot.config), spec)
+    try:
+        parts = startup.start(boot, executor, spec, clock)
+        parts.ready.phases = clock.stop()
+        signals.starting = False
+        server.announce(parts.ready)
+        Engine(parts.scheduler, executor, server, signals.stop).run()
+    finally:
+        signals.starting = False
+        with contextlib.suppress(Exception):
+            executor.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace.engine.core.process", allow_abbrev=False)
+    parser.add_argument("--boot-fd", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    signals = _Signals()
+    boot = read_boot(arguments.boot_fd)
+    logging.basicConfig(
+        level=boot.config.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s engine: %(message)s",
+        stream=sys.stderr,
+    )
+    threading.Thread(target=_end_with_parent, args=(arguments.boot_fd,), daemon=True).start()
+    server = EngineServer(boot.address)
+    try:
+        _run(boot, server, signals)
+        return 0
+    except _Stopped:
+        return 0
+    except Exception as error:
+        logger.error("the engine ends: %s", error, exc_info=not isinstance(error, _EXPECTED))
+        server.announce(EngineFailed(str(error) or type(error).__name__))
+        return 1
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
