@@ -140,8 +140,11 @@ async def chat_frames(run: Run) -> AsyncGenerator[bytes, None]:
         yield frame({**final, "choices": [], "usage": usage(run.choices, run.generation.n)})
 
 
-def _chunk(prefix: bytes, index: int, *parts: bytes) -> bytes:
-    return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (prefix, index, *parts)
+def _chunk(
+    prefix: bytes, index: int, delta: bytes, logprobs: bytes, reason: bytes, tail: bytes
+) -> bytes:
+    start = b'%b{"index":%d,"delta":%b' % (prefix, index, delta)
+    return b'%b,"logprobs":%b,"finish_reason":%b}%b' % (start, logprobs, reason, tail)
 
 
 def _entries(delta: Delta) -> list[dict[str, Any]]:

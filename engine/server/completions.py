@@ -153,5 +153,8 @@ async def completion_frames(run: Run) -> AsyncGenerator[bytes, None]:
         yield frame({**final, "choices": [], "usage": usage(run.choices, run.generation.n)})
 
 
-def _chunk(prefix: bytes, index: int, *parts: bytes) -> bytes:
-    return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (prefix, index, *parts)
+def _chunk(
+    prefix: bytes, index: int, text: bytes, logprobs: bytes, reason: bytes, tail: bytes
+) -> bytes:
+    start = b'%b{"index":%d,"text":%b' % (prefix, index, text)
+    return b'%b,"logprobs":%b,"finish_reason":%b}%b' % (start, logprobs, reason, tail)

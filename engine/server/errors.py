@@ -53,6 +53,12 @@ def _printable(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
 
+def sentence(text: str) -> str:
+    """An inner component's words as a sentence: capital letter, full stop."""
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request is wrong and `param` says where."""
     return ApiError(400, message, param=param, code=code)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from headrace.engine.ipc.client import EngineDead
-from headrace.engine.server.errors import ApiError, unavailable
+from headrace.engine.server.errors import ApiError, sentence, unavailable
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Flights:
                 raise self._closing
             return task.result()
         except EngineDead as error:
-            raise unavailable(str(error), "engine_failed") from error
+            raise unavailable(sentence(str(error)), "engine_failed") from error
         finally:
             self._tasks.discard(task)
             watcher.cancel()

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -19,7 +20,7 @@ from headrace.engine.ipc.client import EngineClient
 from headrace.engine.ipc.messages import RequestOutput, Submit
 from headrace.engine.metrics.prometheus import ServerMetrics
 from headrace.engine.server.admission import Ticket
-from headrace.engine.server.errors import SERVER, ApiError, unavailable
+from headrace.engine.server.errors import SERVER, ApiError, sentence, unavailable
 from headrace.engine.server.prompts import Prompt
 from headrace.engine.text.output import OutputAssembler, ShownToken
 
@@ -40,10 +41,9 @@ class Choice:
 
     index: int
     prompt: Prompt
-    submit: Submit | None  # None: nothing to generate and nothing to ask the engine
+    submit: Submit
     assembler: OutputAssembler
     echo: str = ""  # text shown before the answer
-    hidden_tokens: bool = False  # max_tokens 0: the engine's one token is not the client's
     completion_tokens: int = 0
     cached_tokens: int = 0
 
@@ -100,18 +100,11 @@ async def _merge(context: Context, choices: Sequence[Choice]) -> AsyncGenerator[
 
 
 async def _run(context: Context, choice: Choice) -> AsyncGenerator[Delta, None]:
-    submit = choice.submit
-    if submit is None:
-        context.ticket.release()
-        context.metrics.finished["length"].inc()
-        yield Delta(choice, "", [], "length")
-        return
     watch = _Watch(context.metrics, context.received)
-    finish, in_engine = "abort", True
-    outputs = context.client.generate(submit)
+    finish = "abort"
+    outputs = cast("AsyncGenerator[RequestOutput, None]", context.client.generate(choice.submit))
     try:
         async for output in outputs:
-            in_engine = not output.finish_reason
             watch.saw(output)
             if output.finish_reason in ("error", "abort"):
                 finish = output.finish_reason
@@ -122,22 +115,16 @@ async def _run(context: Context, choice: Choice) -> AsyncGenerator[Delta, None]:
             yield delta
             if delta.finish_reason:
                 return
-        finish, in_engine = "error", False
+        finish = "error"
         raise unavailable("The engine ended this request without a result.", "engine_failed")
     finally:
-        if in_engine:
-            context.client.abort([submit.request_id])
-        close = getattr(outputs, "aclose", None)
-        if close is not None:
-            await close()
+        await outputs.aclose()  # aborts it in the engine where it has not ended
         context.ticket.release()
         watch.ended(choice, finish)
 
 
 def _assemble(choice: Choice, output: RequestOutput) -> Delta:
     choice.cached_tokens = output.cached_tokens or choice.cached_tokens
-    if choice.hidden_tokens:
-        return Delta(choice, "", [], "length", output.prompt_logprobs)
     new = choice.assembler.push(output)
     choice.completion_tokens = new.completion_tokens
     return Delta(choice, new.text, new.tokens, new.finish_reason, output.prompt_logprobs)
@@ -146,8 +133,8 @@ def _assemble(choice: Choice, output: RequestOutput) -> Delta:
 def _failure(output: RequestOutput) -> ApiError:
     if output.finish_reason == "abort":
         return unavailable("The server is shutting down and ended this request.", "shutting_down")
-    message = output.error or "The engine failed on this request."
-    return ApiError(500, message, type=SERVER, code="engine_error")
+    message = output.error or "the engine failed on this request"
+    return ApiError(500, sentence(message), type=SERVER, code="engine_error")
 
 
 class _Watch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,12 +62,11 @@ def split_prompts(prompt: Any, vocab: int, param: str = "prompt") -> list[str | 
             raise invalid(
                 f"'{param}' holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed.", param
             )
-        kind = type(prompt[0])
         for index, item in enumerate(prompt):
             where = f"{param}[{index}]"
-            if type(item) is not kind:
+            if type(item) is not type(prompt[0]):
                 raise invalid(f"'{where}' is not of the kind of '{param}[0]'.", where)
-            if kind is list:
+            if not isinstance(item, str):
                 check_token_ids(item, vocab, where)
         return prompt
     check_token_ids(prompt, vocab, param)
@@ -104,21 +103,21 @@ async def encode_prompts(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
         _check_text_length(text, state.limits.context, param)
-    encoded = iter(
-        await _in_pool(state, state.tokenizer.encode_batch, texts, add_special_tokens)
-        if texts
-        else ()
-    )
+    encoded: Iterator[list[int]] = iter(())
+    if texts:
+        batch = await _in_pool(state, state.tokenizer.encode_batch, texts, add_special_tokens)
+        encoded = iter(batch)
     ready = []
     for index, prompt in enumerate(prompts):
         where = f"{param}[{index}]" if len(prompts) > 1 else param
-        is_text = isinstance(prompt, str)
-        ids = _at_least_bos(state, next(encoded) if is_text else prompt, where)
-        ready.append(Prompt(ids, prompt if is_text else None))
+        if isinstance(prompt, str):
+            ready.append(Prompt(_at_least_bos(state, next(encoded), where), prompt))
+        else:
+            ready.append(Prompt(_at_least_bos(state, prompt, where)))
     return ready
 
 
-def _at_least_bos(state: ServerState, ids: Any, param: str) -> list[int]:
+def _at_least_bos(state: ServerState, ids: list[int], param: str) -> list[int]:
     if ids:
         return ids
     bos = state.tokenizer.bos_token_id

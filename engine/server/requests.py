@@ -104,25 +104,16 @@ def start_run(
                 skip_special_tokens=skip,
                 text_offset=len(echo),
             )
-            submit = _submit(generation, f"{head.id}-{index}", packed, k, room)
-            choices.append(Choice(index, prompt, submit, assembler, echo, room == 0))
+            submit = Submit(
+                request_id=f"{head.id}-{index}",
+                token_ids=packed,
+                sampling=generation.for_choice(k, room),
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+                arrival=time.monotonic(),
+            )
+            choices.append(Choice(index, prompt, submit, assembler, echo))
     return Run(state, head, generation, choices, context)
-
-
-def _submit(
-    generation: Generation, request_id: str, packed: bytes, k: int, room: int
-) -> Submit | None:
-    """None when nothing is asked of the engine: no token and no log-probability of the prompt."""
-    if room == 0 and generation.sampling.prompt_logprobs < 0:
-        return None
-    return Submit(
-        request_id=request_id,
-        token_ids=packed,
-        sampling=generation.for_choice(k, max(room, 1)),
-        priority=generation.priority,
-        cache_salt=generation.cache_salt,
-        arrival=time.monotonic(),
-    )
 
 
 def received_at(request: Request) -> float:

@@ -22,7 +22,7 @@ from headrace.engine.ipc.client import EngineClient, EngineDead
 from headrace.engine.ipc.messages import EngineReady
 from headrace.engine.server.app import create_app
 from headrace.engine.server.defaults import read_defaults
-from headrace.engine.server.errors import ApiError, unavailable
+from headrace.engine.server.errors import ApiError, sentence, unavailable
 from headrace.engine.server.names import ModelNames
 from headrace.engine.server.params import SamplingDefaults
 from headrace.engine.server.sockets import bind, close
@@ -42,18 +42,14 @@ OnReady = Callable[[EngineReady, socket.socket], None]
 
 
 class EngineProcess(Protocol):
-    """What is needed of multiprocessing.Process."""
+    """What is needed of the engine's process (engine/ipc/launch.py)."""
 
     @property
-    def exitcode(self) -> int | None: ...
+    def exit_code(self) -> int | None: ...
 
-    def is_alive(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> int | None: ...
 
-    def join(self, timeout: float | None = None) -> None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
+    def stop(self, timeout: float = 10.0) -> int: ...
 
 
 def serve(
@@ -83,7 +79,8 @@ def serve(
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
         close(sock, config.server)
-        stop_process(engine_process)
+        if engine_process is not None and engine_process.wait(STOP_SECONDS) is None:
+            engine_process.stop()
 
 
 def make_state(
@@ -154,10 +151,9 @@ class Service:
                     except EngineDead as error:
                         return str(error)
                 if self._state.client.state == "failed":
-                    return self._state.why_failed
-                if self._engine is not None and not self._engine.is_alive():
-                    code = self._engine.exitcode
-                    return f"The engine process has ended with code {code}; its log says why."
+                    return self._state.client.failure
+                if self._engine is not None and self._engine.exit_code is not None:
+                    return f"the engine process has ended with code {self._engine.exit_code}"
                 if ready.done():
                     await asyncio.sleep(WATCH_SECONDS)
         finally:
@@ -191,7 +187,7 @@ class Service:
     async def _engine_failed(self, reason: str) -> None:
         self._state.failure = reason
         log.error("the engine failed: %s", reason)
-        await self._end_requests(unavailable(reason, "engine_failed"), 0.0)
+        await self._end_requests(unavailable(sentence(reason), "engine_failed"), 0.0)
         if self._was_ready and not self._at_once.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._at_once.wait(), LINGER_SECONDS)
@@ -243,18 +239,6 @@ def _http_config(state: ServerState) -> uvicorn.Config:
 def _not_broken_stream(record: logging.LogRecord) -> bool:
     """StreamBroken asks uvicorn to close a connection; it is no crash to log."""
     return not (record.exc_info and isinstance(record.exc_info[1], StreamBroken))
-
-
-def stop_process(process: EngineProcess | None) -> None:
-    """Wait for the engine process to end, then make it."""
-    if process is None:
-        return
-    process.join(STOP_SECONDS)
-    for end in (process.terminate, process.kill):
-        if not process.is_alive():
-            return
-        end()
-        process.join(STOP_SECONDS)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -13,6 +13,7 @@ from headrace.engine.config.settings import EngineConfig
 from headrace.engine.ipc.client import EngineClient
 from headrace.engine.metrics.prometheus import ServerMetrics
 from headrace.engine.server.admission import Admission
+from headrace.engine.server.errors import sentence
 from headrace.engine.server.flights import Flights
 from headrace.engine.server.names import ModelNames
 from headrace.engine.server.params import ModelLimits, SamplingDefaults
@@ -56,7 +57,7 @@ class ServerState:
 
     @property
     def why_failed(self) -> str:
-        return self.failure or self.client.failure or "The engine has stopped."
+        return sentence(self.failure or self.client.failure or "the engine has stopped")
 
     @functools.cached_property
     def limits(self) -> ModelLimits:

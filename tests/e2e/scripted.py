@@ -186,6 +186,10 @@ class ScriptedEngine:
     async def _outputs(self, submit: Submit, script: Script) -> AsyncIterator[RequestOutput]:
         sampling = submit.sampling
         await asyncio.sleep(script.first_delay)
+        if sampling.max_tokens == 0:
+            asked = self._prompt_logprobs(submit)
+            yield RequestOutput(submit.request_id, prompt_logprobs=asked, finish_reason="length")
+            return
         for at, token in enumerate(script.tokens[: sampling.max_tokens]):
             if at and script.delay:
                 await asyncio.sleep(script.delay)
