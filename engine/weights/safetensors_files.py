@@ -141,6 +141,18 @@ def widest_dtype(tensors: Mapping[str, StoredTensor]) -> str:
     return ""
 
 
+def refuse_types(tensors: Mapping[str, StoredTensor]) -> None:
+    """ModelError for weights in types that need more than a conversion (fp8, packed integers)."""
+    strange = sorted(
+        {t.dtype for t in tensors.values() if t.dtype not in FLOATS and len(t.shape) > 1}
+    )
+    if strange:
+        raise ModelError(
+            f"this checkpoint holds {', '.join(strange)} weights, which are not supported; use one in float32, "
+            "bfloat16 or float16, or a GGUF file"
+        )
+
+
 def _entry(path: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
     """A header entry as (tensor, end of its data). ValueError and its like when it contradicts itself."""
     dtype, (begin, end) = str(entry["dtype"]), entry["data_offsets"]

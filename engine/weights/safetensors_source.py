@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from headrace.engine.models.spec import ModelSpec
-from headrace.engine.weights.safetensors_files import FLOATS, StoredTensor, read_shards
+from headrace.engine.weights.safetensors_files import FLOATS, read_shards, refuse_types
 from headrace.engine.weights.source import ModelError, ModelFiles
 
 if TYPE_CHECKING:
@@ -66,15 +66,3 @@ class SafetensorsSource:
 
     def close(self) -> None:
         self._opened.clear()
-
-
-def refuse_types(tensors: dict[str, StoredTensor]) -> None:
-    """ModelError for weights in types that need more than a conversion (fp8, packed integers)."""
-    strange = sorted(
-        {t.dtype for t in tensors.values() if t.dtype not in FLOATS and len(t.shape) > 1}
-    )
-    if strange:
-        raise ModelError(
-            f"this checkpoint holds {', '.join(strange)} weights, which are not supported; use one in float32, "
-            "bfloat16 or float16, or a GGUF file"
-        )

@@ -18,7 +18,7 @@ from headrace.engine.weights import hub
 from headrace.engine.weights.demo import DEMO_NAME, demo_file
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.local import files_at, gguf_files, tokenizer_at
-from headrace.engine.weights.safetensors_files import read_shards, widest_dtype
+from headrace.engine.weights.safetensors_files import read_shards, refuse_types, widest_dtype
 from headrace.engine.weights.source import ModelError, ModelFiles, WeightSource
 from headrace.engine.weights.spec_gguf import spec_from_gguf
 from headrace.engine.weights.spec_hf import spec_from_hf, token_ids
@@ -55,12 +55,7 @@ def read_spec(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> 
     read are refused here, before anything is loaded. Raises ModelError.
     """
     if files.kind == "gguf":
-        if overrides:
-            raise ModelError(
-                f"{files.name} is a GGUF file and has no config.json to override; leave hf_overrides out"
-            )
-        with GGUFFile(files.weights[0]) as file:
-            file.refuse_unreadable()
+        with _open_gguf(files, overrides) as file:
             return spec_from_gguf(file)
     config = _merged(_read_json(files.config), overrides or {})
     spec = spec_from_hf(config)
@@ -69,17 +64,19 @@ def read_spec(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> 
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *more))))
     if files.kind == "safetensors":
         tensors = read_shards(files.weights, files.index)
+        refuse_types(tensors)
         spec = replace(spec, dtype=widest_dtype(tensors) or spec.dtype)
     return spec
 
 
 def open_source(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> WeightSource:
     """The tensors of the model, by Hugging Face names. Imports torch. Raises ModelError as `read_spec` does."""
-    spec = read_spec(files, overrides)
     if files.kind == "gguf":
         from headrace.engine.weights.gguf_source import GGUFSource
 
-        return GGUFSource(files, GGUFFile(files.weights[0]), spec)
+        opened = _open_gguf(files, overrides)
+        return GGUFSource(files, opened, spec_from_gguf(opened))
+    spec = read_spec(files, overrides)
     if files.kind == "safetensors":
         from headrace.engine.weights.safetensors_source import SafetensorsSource
 
@@ -91,6 +88,16 @@ def open_source(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -
     from headrace.engine.weights.dummy_source import DummySource
 
     return DummySource(files, spec)
+
+
+def _open_gguf(files: ModelFiles, overrides: Mapping[str, Any] | None) -> GGUFFile:
+    if overrides:
+        raise ModelError(
+            f"{files.name} is a GGUF file and has no config.json to override; leave hf_overrides out"
+        )
+    file = GGUFFile(files.weights[0])
+    file.refuse_unreadable()
+    return file
 
 
 def _model(settings: ModelSettings, offline: bool, progress: Progress | None) -> ModelFiles:

@@ -41,8 +41,15 @@ _GEMMA = {
 }
 # What a family's config means when it leaves a key out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 32000, "max_position_embeddings": 2048},
+    "llama": {
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "mistral": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
