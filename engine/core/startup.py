@@ -31,8 +31,8 @@ class PhaseClock:
 
     def __init__(self, publish: Callable[[EngineProgress], None]) -> None:
         self._publish = publish
-        self._phase = ""
-        self._began = 0.0
+        self._phase = "import"  # until the first one is reported: mostly loading libraries
+        self._began = time.monotonic()
         self._published = 0.0
         self.seconds: dict[str, float] = {}
 
@@ -48,14 +48,13 @@ class PhaseClock:
             self._publish(EngineProgress(phase, done, total, text))
 
     def stop(self) -> dict[str, float]:
+        """Seconds of each phase; no more progress is expected."""
         self._end_phase(time.monotonic())
-        self._phase = ""
         return self.seconds
 
     def _end_phase(self, now: float) -> None:
-        if self._phase:
-            took = now - self._began
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + took
+        took = now - self._began
+        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + took
 
 
 @dataclass(slots=True)
