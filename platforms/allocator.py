@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 class DeviceAllocator(ABC):
     @abstractmethod
     def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
-        """uint8 [nbytes], uninitialised and not touched (a CPU then commits pages only as they are written)."""
+        """uint8 [nbytes] of zeros; a CPU commits its pages only as they are written.
+
+        Zeros, because a masked sum over keys never written must stay finite: 0 * NaN is NaN.
+        """
 
     @abstractmethod
     def free(self, tag: str) -> None:

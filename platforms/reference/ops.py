@@ -33,9 +33,13 @@ def rotary_embedding(
             first, second = x[..., :half], x[..., half : 2 * half]
         else:
             first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        a, b = first.float(), second.float()
-        first.copy_(a * cos - b * sin)
-        second.copy_(b * cos + a * sin)
+        a, b = (
+            first.float(),
+            second.float(),
+        )  # float32 inputs: views, so both results come before either write
+        turned = a * cos - b * sin, b * cos + a * sin
+        first.copy_(turned[0])
+        second.copy_(turned[1])
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""What the CPU platform brings: metadata and verdicts. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.registry import Check, Implementation, Verdict
+
+FLOATS = ("float32", "bfloat16", "float16")
+TORCH = "torch"  # PyTorch's own CPU operators, put together for this device
+
+
+def _note_bf16(check: Check, dtype: str, device: DeviceInfo) -> Check:
+    if dtype == "bfloat16":
+        if "amx_bf16" in device.features:
+            check.note("matrix products on AMX tiles")
+        elif not device.features & {"avx512_bf16", "neon_bf16"}:
+            check.note("bfloat16 is emulated on this CPU: float32 is faster")
+    return check
+
+
+def _linear(query: Any, device: DeviceInfo) -> Verdict:
+    scheme = query.scheme or query.dtype
+    check = Check().need(
+        scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with"
+    )
+    check.need(query.dtype in FLOATS, f"dtype {query.dtype} not in {FLOATS}")
+    return _note_bf16(check, query.dtype, device).verdict()
+
+
+def _attention(query: Any, device: DeviceInfo) -> Verdict:
+    check = Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
+    check.need(
+        query.q_heads % query.kv_heads == 0,
+        f"{query.q_heads} query heads are no multiple of {query.kv_heads} KV heads",
+    )
+    return _note_bf16(check, query.dtype, device).verdict()
+
+
+def implementations() -> list[Implementation]:
+    home = "headrace.platforms.cpu"
+    rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict] | None], ...] = (
+        ("linear", f"{home}.ops:TorchLinear", _linear),
+        ("paged_attention", f"{home}.attention:TorchAttention", _attention),
+        ("rms_norm", f"{home}.ops:rms_norm", None),
+        ("fused_add_rms_norm", f"{home}.ops:fused_add_rms_norm", None),
+        ("rotary_embedding", f"{home}.ops:rotary_embedding", None),
+        ("silu_and_mul", f"{home}.ops:silu_and_mul", None),
+        ("gelu_and_mul", f"{home}.ops:gelu_and_mul", None),
+        ("gelu_tanh_and_mul", f"{home}.ops:gelu_tanh_and_mul", None),
+        ("sample", f"{home}.sampling:sample", None),
+    )
+    made = []
+    for op, target, supports in rows:
+        extra = {} if supports is None else {"supports": supports}
+        made.append(Implementation(op, TORCH, target, rank=10, source="cpu", **extra))
+    return made

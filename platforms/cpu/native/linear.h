@@ -1,0 +1,186 @@
+// y = x w^T + bias for float, bf16 and block-quantized panels; one row, few rows and many rows are separate paths.
+#pragma once
+#include "abi.h"
+#include "matmul.h"
+#include "pool.h"
+
+namespace hr {
+
+constexpr int kOwnRows = 4;      // up to here every thread quantizes x for itself: cheaper than one more step
+constexpr int kRowBlock = 512;   // rows that share one dequantized panel
+constexpr int kTileRows = 12;    // from here the tile unit is faster than row kernels
+
+inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
+
+inline int64_t panel_bytes(int format, int64_t k) {
+  QuantType t{};
+  if (quant_type(format, &t)) return PanelShape(t, k).bytes;
+  return k * kCols * (format == HR_W_F32 ? 4 : 2);
+}
+
+inline float soft_capped(float v, float cap) { return cap * std::tanh(v / cap); }
+
+template <class TY>
+inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t panel) {
+  TY* y = static_cast<TY*>(a.y) + row * a.y_stride + panel * kCols;
+  const int64_t n = a.n - panel * kCols < kCols ? a.n - panel * kCols : kCols;
+  float v[kCols];
+  for (int i = 0; i < kCols; ++i) v[i] = c[i];
+  if (a.bias)
+    for (int i = 0; i < n; ++i) v[i] += a.bias[panel * kCols + i];
+  if (a.softcap > 0.0f)
+    for (int i = 0; i < n; ++i) v[i] = soft_capped(v[i], a.softcap);
+  if (n == kCols) {
+    for (int i = 0; i < kCols; i += W) store(y + i, load(v + i));
+  } else {
+    for (int i = 0; i < n; ++i) from_float(v[i], y + i);
+  }
+}
+
+inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t panel) {
+  if (a.y_dtype == HR_F32) write_row<float>(a, c, row, panel);
+  else write_row<bf16>(a, c, row, panel);
+}
+
+inline void quantize(const hr_linear& a, const QuantType& t, int64_t row, void* out) {
+  if (a.x_dtype == HR_F32)
+    quantize_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, QuantRow(out, a.k));
+  else
+    quantize_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, QuantRow(out, a.k));
+}
+
+inline void run_quantize(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  QuantType t{};
+  quant_type(a.format, &t);
+  const int64_t bytes = QuantRow::bytes(a.k);
+  for (int64_t row = int64_t(a.rows) * chunk / chunks; row < int64_t(a.rows) * (chunk + 1) / chunks; ++row)
+    quantize(a, t, row, static_cast<uint8_t*>(a.scratch) + row * bytes);
+}
+
+inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scratch) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  QuantType t{};
+  quant_type(a.format, &t);
+  const PanelShape shape(t, a.k);
+  const int64_t bytes = QuantRow::bytes(a.k), all = panels(a.n);
+  uint8_t* rows = static_cast<uint8_t*>(a.scratch);
+  if (a.rows <= kOwnRows) {
+    rows = scratch.need(size_t(bytes) * kOwnRows);
+    if (scratch.tag != scratch.step) {
+      for (int r = 0; r < a.rows; ++r) quantize(a, t, r, rows + r * bytes);
+      scratch.tag = scratch.step;
+    }
+  }
+  float c[8][kCols];
+  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
+    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * shape.bytes;
+    for (int r = 0; r < a.rows; r += 8) {
+      const int n = a.rows - r < 8 ? a.rows - r : 8;
+      QuantRow x[8] = {{rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
+                       {rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
+                       {rows + r * bytes, a.k}, {rows + r * bytes, a.k}};
+      for (int i = 1; i < n; ++i) x[i] = QuantRow(rows + (r + i) * bytes, a.k);
+      panel_fn(t, n)(w, shape, x, c);
+      for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
+    }
+  }
+}
+
+template <bool PAIRS, class TX>
+void run_linear_rows(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  const int64_t bytes = panel_bytes(a.format, a.k), all = panels(a.n), ldb = kCols * 4;
+  float c[8][kCols];
+  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
+    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * bytes;
+    for (int r = 0; r < a.rows; r += 8) {
+      const int n = a.rows - r < 8 ? a.rows - r : 8;
+      std::memset(c, 0, sizeof c);
+      mm_rows<PAIRS>(static_cast<const TX*>(a.x) + r * a.x_stride, a.x_stride, w, ldb, a.k, c, n);
+      for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
+    }
+  }
+}
+
+#if HR_AMX
+// Two panels against up to kRowBlock rows of x.
+inline void run_linear_tiles(const void* p, int chunk, int, Scratch& scratch) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  const int64_t pairs = (panels(a.n) + 1) / 2, bytes = panel_bytes(a.format, a.k);
+  const int64_t block = chunk / pairs, first = chunk % pairs * 2;
+  const int64_t row0 = block * kRowBlock;
+  const int64_t rows = a.rows - row0 < kRowBlock ? a.rows - row0 : kRowBlock;
+  const int cols = first + 1 < panels(a.n) ? 2 : 1;
+  const int64_t wide = a.k * kCols * 2;  // bytes of a panel of bf16 pairs
+  QuantType t{};
+  const bool quantized = quant_type(a.format, &t);
+  // scratch: [2 dequantized panels][C 32 x 32][32 rows of A for the tail]
+  uint8_t* base = scratch.need(size_t(2 * wide + 32 * 32 * 4 + 32 * a.k * 2));
+  const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * bytes;
+  int64_t distance = bytes;
+  if (quantized) {
+    const PanelShape shape(t, a.k);
+    for (int i = 0; i < cols; ++i) dequant_panel(t, w + i * bytes, shape, base + i * wide);
+    w = base;
+    distance = wide;
+  }
+  float* c = reinterpret_cast<float*>(base + 2 * wide);
+  bf16* tail = reinterpret_cast<bf16*>(base + 2 * wide + 32 * 32 * 4);
+  for (int64_t r = 0; r < rows; r += 32) {
+    const int64_t n = rows - r < 32 ? rows - r : 32;
+    const bf16* x = static_cast<const bf16*>(a.x) + (row0 + r) * a.x_stride;
+    int64_t lda = a.x_stride;
+    if (n < 32 && n != 16) {  // tiles read whole rows of 16: give them memory that is there
+      for (int64_t i = 0; i < n; ++i) std::memcpy(tail + i * a.k, x + i * lda, size_t(a.k) * 2);
+      const int64_t full = (n + 15) / 16 * 16;
+      std::memset(static_cast<void*>(tail + n * a.k), 0, size_t((full - n) * a.k) * 2);
+      x = tail;
+      lda = a.k;
+    }
+    if (n > 16) {
+      if (cols == 2) mm_tiles<2, 2>(x, lda, w, 64, distance, a.k, c, 32, false);
+      else mm_tiles<2, 1>(x, lda, w, 64, distance, a.k, c, 32, false);
+    } else {
+      if (cols == 2) mm_tiles<1, 2>(x, lda, w, 64, distance, a.k, c, 32, false);
+      else mm_tiles<1, 1>(x, lda, w, 64, distance, a.k, c, 32, false);
+    }
+    for (int64_t i = 0; i < n; ++i)
+      for (int j = 0; j < cols; ++j) write_row(a, c + i * 32 + j * 16, row0 + r + i, first + j);
+  }
+}
+#endif
+
+inline int clamp_chunks(int64_t n) { return n < 1 ? 1 : n > 65535 ? 65535 : int(n); }
+
+// The steps of one linear; at most two.
+inline int plan_linear(const hr_linear& a, int threads, Step* out) {
+  if (a.rows <= 0) return 0;
+  QuantType t{};
+  const bool quantized = quant_type(a.format, &t);
+#if HR_AMX
+  if (a.rows >= kTileRows && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
+    const int64_t chunks = (panels(a.n) + 1) / 2 * ((a.rows + kRowBlock - 1) / kRowBlock);
+    if (chunks <= 65535) {
+      out[0] = {run_linear_tiles, &a, int(chunks)};
+      return 1;
+    }
+  }
+#endif
+  // few, large chunks: the memory is read in long runs, and a slow thread still gives some away
+  const int64_t n = panels(a.n);
+  const int chunks = threads == 1 ? 1 : clamp_chunks(n < threads * 6 ? n : threads * 6);
+  if (quantized) {
+    int steps = 0;
+    if (a.rows > kOwnRows) out[steps++] = {run_quantize, &a, clamp_chunks(a.rows < threads ? a.rows : threads)};
+    out[steps++] = {run_linear_int8, &a, chunks};
+    return steps;
+  }
+  const bool floats = a.x_dtype == HR_F32;
+  RunFn fn = a.format == HR_W_F32 ? (floats ? run_linear_rows<false, float> : run_linear_rows<false, bf16>)
+                                  : (floats ? run_linear_rows<true, float> : run_linear_rows<true, bf16>);
+  out[0] = {fn, &a, chunks};
+  return 1;
+}
+
+}  // namespace hr

@@ -1,0 +1,238 @@
+// Products with weights that lie in panels of 16 columns. bf16 pairs: B[k / 2][16][2]; float: B[k][16].
+// `ldb` is the distance of two rows of B in bytes, so the same kernels serve weights (64) and the KV cache.
+#pragma once
+#include "quant.h"
+#include "simd.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define HR_AMX 1
+#endif
+
+namespace hr {
+
+inline uint32_t pair_at(const bf16* p) {
+  uint32_t u;
+  std::memcpy(&u, p, 4);
+  return u;
+}
+
+// c[r] += A[r, 0..k) * B for R rows through float arithmetic: for machines without bf16 dot products and for float A.
+template <int R, class TA>
+inline void rows_expand(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
+  constexpr int H = kCols / W;
+  vf acc[R][H];
+  for (int r = 0; r < R; ++r)
+    for (int h = 0; h < H; ++h) acc[r][h] = load(c[r] + h * W);
+  for (int64_t p = 0; p < k / 2; ++p) {
+    const uint32_t* row = reinterpret_cast<const uint32_t*>(b + p * ldb);
+    for (int h = 0; h < H; ++h) {
+#if HR_AVX512
+      const __m512i w = _mm512_loadu_si512(row);
+      const vf lo = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+      const vf hi = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u))));
+#else
+      vu w;
+      std::memcpy(&w, row + h * W, sizeof w);
+      const vf lo = (vf)(w << 16), hi = (vf)(w & 0xffff0000u);
+#endif
+      for (int r = 0; r < R; ++r) {
+        acc[r][h] = fma(set1(to_float(a[r * lda + 2 * p])), lo, acc[r][h]);
+        acc[r][h] = fma(set1(to_float(a[r * lda + 2 * p + 1])), hi, acc[r][h]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int h = 0; h < H; ++h) store(c[r] + h * W, acc[r][h]);
+}
+
+// The same with bf16 dot products where the machine has them.
+template <int R>
+inline void rows_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
+#if HR_AVX512 && defined(__AVX512BF16__)
+  constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency when there are few rows
+  __m512 acc[R][U];
+  for (int r = 0; r < R; ++r) {
+    acc[r][0] = _mm512_loadu_ps(c[r]);
+    for (int u = 1; u < U; ++u) acc[r][u] = _mm512_setzero_ps();
+  }
+  int64_t p = 0;
+  const int64_t pairs = k / 2;
+  for (; p + U <= pairs; p += U)
+    for (int u = 0; u < U; ++u) {
+      const __m512bh w = (__m512bh)_mm512_loadu_si512(b + (p + u) * ldb);
+      for (int r = 0; r < R; ++r)
+        acc[r][u] = _mm512_dpbf16_ps(acc[r][u], (__m512bh)_mm512_set1_epi32(int(pair_at(a + r * lda + 2 * (p + u)))), w);
+    }
+  for (; p < pairs; ++p) {
+    const __m512bh w = (__m512bh)_mm512_loadu_si512(b + p * ldb);
+    for (int r = 0; r < R; ++r)
+      acc[r][0] = _mm512_dpbf16_ps(acc[r][0], (__m512bh)_mm512_set1_epi32(int(pair_at(a + r * lda + 2 * p))), w);
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int u = 1; u < U; ++u) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][u]);
+    _mm512_storeu_ps(c[r], acc[r][0]);
+  }
+#else
+  rows_expand<R>(a, lda, b, ldb, k, c);
+#endif
+}
+
+template <int R, class TA>
+inline void rows_float(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
+  constexpr int H = kCols / W;
+  vf acc[R][H];
+  for (int r = 0; r < R; ++r)
+    for (int h = 0; h < H; ++h) acc[r][h] = load(c[r] + h * W);
+  for (int64_t i = 0; i < k; ++i) {
+    const float* row = reinterpret_cast<const float*>(b + i * ldb);
+    for (int h = 0; h < H; ++h) {
+      const vf w = load(row + h * W);
+      for (int r = 0; r < R; ++r) acc[r][h] = fma(set1(to_float(a[r * lda + i])), w, acc[r][h]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int h = 0; h < H; ++h) store(c[r] + h * W, acc[r][h]);
+}
+
+// c[rows][16] += A * B; PAIRS: B holds bf16 pairs, else floats.
+template <bool PAIRS, int R, class TA>
+inline void rows_block(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
+  if constexpr (!PAIRS) {
+    rows_float<R>(a, lda, b, ldb, k, c);
+  } else if constexpr (sizeof(TA) == 2) {
+    rows_pairs<R>(a, lda, b, ldb, k, c);
+  } else {
+    rows_expand<R>(a, lda, b, ldb, k, c);
+  }
+}
+
+template <bool PAIRS, class TA>
+inline void mm_rows(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols], int rows) {
+  int r = 0;
+  for (; r + 8 <= rows; r += 8) rows_block<PAIRS, 8>(a + r * lda, lda, b, ldb, k, c + r);
+  switch (rows - r) {
+    case 1: rows_block<PAIRS, 1>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 2: rows_block<PAIRS, 2>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 3: rows_block<PAIRS, 3>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 4: rows_block<PAIRS, 4>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 5: rows_block<PAIRS, 5>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 6: rows_block<PAIRS, 6>(a + r * lda, lda, b, ldb, k, c + r); break;
+    case 7: rows_block<PAIRS, 7>(a + r * lda, lda, b, ldb, k, c + r); break;
+    default: break;
+  }
+}
+
+#if HR_AMX
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t colsb[16] = {};
+  uint8_t rows[16] = {};
+};
+
+inline void tile_setup() {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) config.colsb[i] = 64, config.rows[i] = 16;
+  // GCC's tile intrinsics do not say that they read and write memory: without this the stores above may go
+  asm volatile("" ::: "memory");
+  _tile_loadconfig(&config);
+}
+
+// C[32][32] (tiles of 16 x 16, `ldc` floats a row) = or += A[32, k] * B[k, 32]; k a multiple of 32.
+// A has 32 readable rows; B's second panel lies `panel` bytes after the first. ROWS and COLS: tiles of 16.
+template <int ROWS, int COLS>
+inline void mm_tiles(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k, float* c,
+                     int64_t ldc, bool accumulate) {
+  const size_t cs = size_t(ldc) * 4, as = size_t(lda) * 2;
+  asm volatile("" ::: "memory");
+  if (accumulate) {
+    _tile_loadd(0, c, cs);
+    if constexpr (COLS > 1) _tile_loadd(1, c + 16, cs);
+    if constexpr (ROWS > 1) _tile_loadd(2, c + 16 * ldc, cs);
+    if constexpr (ROWS > 1 && COLS > 1) _tile_loadd(3, c + 16 * ldc + 16, cs);
+  } else {
+    _tile_zero(0);
+    if constexpr (COLS > 1) _tile_zero(1);
+    if constexpr (ROWS > 1) _tile_zero(2);
+    if constexpr (ROWS > 1 && COLS > 1) _tile_zero(3);
+  }
+  for (int64_t i = 0; i < k; i += 32) {
+    const uint8_t* bi = b + i / 2 * ldb;
+    _tile_loadd(4, a + i, as);
+    _tile_loadd(6, bi, size_t(ldb));
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (COLS > 1) {
+      _tile_loadd(7, bi + panel, size_t(ldb));
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (ROWS > 1) {
+      _tile_loadd(5, a + 16 * lda + i, as);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (COLS > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, cs);
+  if constexpr (COLS > 1) _tile_stored(1, c + 16, cs);
+  if constexpr (ROWS > 1) _tile_stored(2, c + 16 * ldc, cs);
+  if constexpr (ROWS > 1 && COLS > 1) _tile_stored(3, c + 16 * ldc + 16, cs);
+  asm volatile("" ::: "memory");
+}
+
+// One panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit multiplies.
+template <int BITS, int GROUP, bool MIN>
+void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point, uint8_t* out) {
+  const uint8_t* data = panel + shape.data_at;
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + shape.scales_at);
+  const uint16_t* mins = reinterpret_cast<const uint16_t*>(panel + shape.mins_at);
+  const __m512 columns = _mm512_loadu_ps(panel);
+  const __m512i nibble = _mm512_set1_epi8(15), low = _mm512_set1_epi32(255);
+  constexpr int kGroups = 32 / GROUP, kSteps = 8 / kGroups;
+  for (int64_t b = 0; b < shape.blocks; ++b, data += shape.block_bytes) {
+    const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t at = (b * kGroups + g) * kCols;
+      const __m512 d = _mm512_mul_ps(columns, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(scales + at))));
+      __m512 m;
+      if constexpr (MIN) {
+        m = _mm512_mul_ps(columns, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(mins + at))));
+      } else {
+        m = _mm512_mul_ps(d, _mm512_set1_ps(float(-zero_point)));
+      }
+      for (int s = 0; s < kSteps; ++s) {
+        const int step = g * kSteps + s;
+        __m512i w;
+        if constexpr (BITS == 8) {
+          w = _mm512_loadu_si512(data + step * 64);
+        } else {
+          w = _mm512_loadu_si512(data + (step & 3) * 64);
+          w = _mm512_and_si512(step < 4 ? w : _mm512_srli_epi16(w, 4), nibble);
+          if constexpr (BITS >= 5) w = _mm512_mask_add_epi8(w, planes[step], w, _mm512_set1_epi8(16));
+          if constexpr (BITS >= 6) w = _mm512_mask_add_epi8(w, planes[8 + step], w, _mm512_set1_epi8(32));
+        }
+        for (int p = 0; p < 2; ++p) {
+          const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p), low));
+          const __m512 odd = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p + 8), low));
+          const __m512i e = _mm512_cvtepu16_epi32(pack_bf16(_mm512_fmadd_ps(even, d, m)));
+          const __m512i o = _mm512_cvtepu16_epi32(pack_bf16(_mm512_fmadd_ps(odd, d, m)));
+          _mm512_storeu_si512(out + ((b * 32 + step * 4 + 2 * p) / 2) * 64, _mm512_or_si512(e, _mm512_slli_epi32(o, 16)));
+        }
+      }
+    }
+  }
+}
+
+inline void dequant_panel(const QuantType& t, const uint8_t* panel, const PanelShape& shape, uint8_t* out) {
+  if (t.bits == 4 && t.group == 16)
+    return t.has_min ? dequant_panel<4, 16, true>(panel, shape, t.zero, out)
+                     : dequant_panel<4, 16, false>(panel, shape, t.zero, out);
+  if (t.bits == 4)
+    return t.has_min ? dequant_panel<4, 32, true>(panel, shape, t.zero, out)
+                     : dequant_panel<4, 32, false>(panel, shape, t.zero, out);
+  if (t.bits == 5)
+    return t.has_min ? dequant_panel<5, 32, true>(panel, shape, t.zero, out)
+                     : dequant_panel<5, 32, false>(panel, shape, t.zero, out);
+  if (t.bits == 6) return dequant_panel<6, 16, false>(panel, shape, t.zero, out);
+  return dequant_panel<8, 32, false>(panel, shape, t.zero, out);
+}
+#endif
+
+}  // namespace hr

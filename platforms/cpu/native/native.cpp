@@ -1,0 +1,246 @@
+// The library: one translation unit, compiled once for each instruction set (setup.py), chosen at run time.
+#include "abi.h"
+#include "attention.h"
+#include "linear.h"
+#include "ops.h"
+#include "pool.h"
+
+#if HR_AMX && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <deque>
+#include <memory>
+
+namespace hr {
+
+void thread_setup() {
+#if HR_AMX
+  tile_setup();
+#endif
+}
+
+union Args {
+  hr_rms_norm rms_norm;
+  hr_linear linear;
+  hr_rotary rotary;
+  hr_glu glu;
+  hr_embedding embedding;
+  hr_kv_write kv_write;
+  hr_attention attention;
+  hr_argmax argmax;
+};
+
+constexpr size_t kArgsBytes[] = {sizeof(hr_rms_norm),  sizeof(hr_linear),   sizeof(hr_rotary),    sizeof(hr_glu),
+                                 sizeof(hr_embedding), sizeof(hr_kv_write), sizeof(hr_attention), sizeof(hr_argmax)};
+constexpr int kOps = int(sizeof kArgsBytes / sizeof kArgsBytes[0]);
+constexpr int kMaxSteps = 3;
+
+// Rows are shared when there is enough of them to pay for it.
+inline int row_chunks(int64_t rows, int64_t work_per_row, int threads) {
+  const int64_t wanted = rows * work_per_row / 4096 + 1;
+  return clamp_chunks(std::min<int64_t>({rows, wanted, int64_t(threads) * 4}));
+}
+
+template <class F32, class BF16>
+Step by_dtype(int dtype, F32 f, BF16 b, const void* args, int chunks) {
+  return {dtype == HR_F32 ? RunFn(f) : RunFn(b), args, chunks};
+}
+
+// Steps of one op over the arguments at `args` (which must stay where they are), or -1 when they make no sense.
+int plan(int op, const void* args, int threads, Step* out) {
+  switch (op) {
+    case HR_OP_RMS_NORM: {
+      const auto& a = *static_cast<const hr_rms_norm*>(args);
+      if (a.rows <= 0) return 0;
+      out[0] = by_dtype(a.dtype, run_rms_norm<float>, run_rms_norm<bf16>, args, row_chunks(a.rows, a.hidden, threads));
+      return 1;
+    }
+    case HR_OP_LINEAR: return plan_linear(*static_cast<const hr_linear*>(args), threads, out);
+    case HR_OP_ROTARY: {
+      const auto& a = *static_cast<const hr_rotary*>(args);
+      if (a.rows <= 0) return 0;
+      const int64_t work = int64_t(a.q_heads + a.k_heads) * a.head_dim;
+      out[0] = by_dtype(a.dtype, run_rotary<float>, run_rotary<bf16>, args, row_chunks(a.rows, work, threads));
+      return 1;
+    }
+    case HR_OP_GLU: {
+      const auto& a = *static_cast<const hr_glu*>(args);
+      if (a.rows <= 0) return 0;
+      const int64_t pieces = a.rows * ((a.n + kGluPiece - 1) / kGluPiece);
+      out[0] = by_dtype(a.dtype, run_glu<float>, run_glu<bf16>, args, row_chunks(pieces, kGluPiece * 4, threads));
+      return 1;
+    }
+    case HR_OP_EMBEDDING: {
+      const auto& a = *static_cast<const hr_embedding*>(args);
+      if (a.rows <= 0) return 0;
+      out[0] = by_dtype(a.dtype, run_embedding<float>, run_embedding<bf16>, args,
+                        row_chunks(a.rows, int64_t(a.hidden) * 8, threads));
+      return 1;
+    }
+    case HR_OP_KV_WRITE: {
+      const auto& a = *static_cast<const hr_kv_write*>(args);
+      if (a.rows <= 0) return 0;
+      const int64_t work = int64_t(a.kv_heads) * a.head_dim * 2;
+      out[0] = {a.dtype == HR_F32 ? run_kv_write_f32 : run_kv_write_bf16, args, row_chunks(a.rows, work, threads)};
+      return 1;
+    }
+    case HR_OP_ATTENTION: {
+      const auto& a = *static_cast<const hr_attention*>(args);
+      if (a.kv_heads <= 0 || a.q_heads % a.kv_heads || a.q_heads / a.kv_heads > kQueryRows || a.head_dim % 16 ||
+          a.block_size % 16)
+        return -1;
+      return plan_attention(a, threads, out);
+    }
+    case HR_OP_ARGMAX: {
+      const auto& a = *static_cast<const hr_argmax*>(args);
+      if (a.rows <= 0) return 0;
+      out[0] = {run_argmax, args, row_chunks(a.rows, a.n, threads)};
+      return 1;
+    }
+    default: return -1;
+  }
+}
+
+struct PackJob {
+  int format;
+  const uint8_t* source;
+  int64_t row_bytes, n, k;
+  uint8_t* packed;
+};
+
+void run_pack(const void* p, int chunk, int chunks, Scratch&) {
+  const PackJob& job = *static_cast<const PackJob*>(p);
+  const int64_t all = panels(job.n), bytes = panel_bytes(job.format, job.k);
+  QuantType t;
+  const bool quantized = quant_type(job.format, &t);
+  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
+    const int64_t row = panel * kCols;
+    const int rows = int(std::min<int64_t>(kCols, job.n - row));
+    uint8_t* out = job.packed + panel * bytes;
+    const uint8_t* in = job.source + row * job.row_bytes;
+    if (quantized) {
+      pack_panel(job.format, t, in, job.row_bytes, rows, job.k, out);
+      continue;
+    }
+    std::memset(out, 0, size_t(bytes));
+    for (int c = 0; c < rows; ++c) {
+      const uint8_t* src = in + c * job.row_bytes;
+      if (job.format == HR_W_F32) {
+        for (int64_t i = 0; i < job.k; ++i) std::memcpy(out + (i * kCols + c) * 4, src + i * 4, 4);
+      } else {
+        for (int64_t i = 0; i + 1 < job.k; i += 2) std::memcpy(out + (i / 2 * kCols + c) * 4, src + i * 2, 4);
+      }
+    }
+  }
+}
+
+}  // namespace hr
+
+struct hr_pool {
+  hr::Pool pool;
+  explicit hr_pool(int threads) : pool(threads) {}
+};
+
+struct hr_tape {
+  std::deque<hr::Args> args;  // addresses stay while it grows
+  std::vector<hr::Step> steps;
+  std::vector<int32_t> ops;  // of each step
+};
+
+extern "C" {
+
+int32_t hr_abi_version(void) { return HR_ABI_VERSION; }
+
+const char* hr_isa(void) {
+#if HR_AMX
+  return "amx";
+#elif defined(__AVX512BF16__)
+  return "avx512_bf16";
+#elif HR_AVX512
+  return "avx512";
+#elif defined(__AVX2__)
+  return "avx2";
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "portable";
+#endif
+}
+
+hr_pool* hr_pool_new(int32_t threads) {
+#if HR_AMX && defined(__linux__)
+  // The kernel hands out the tile registers' state on request, once for a process (arch_prctl 0x1023, feature 18).
+  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return nullptr;
+#endif
+  try {
+    return new hr_pool(threads < 1 ? 1 : threads);
+  } catch (...) {
+    return nullptr;
+  }
+}
+void hr_pool_free(hr_pool* p) { delete p; }
+int32_t hr_pool_threads(hr_pool* p) { return p->pool.threads(); }
+void hr_pool_active(hr_pool* p, int32_t n) { p->pool.set_active(n); }
+
+int32_t hr_run(hr_pool* p, int32_t op, const void* args) {
+  hr::Step steps[hr::kMaxSteps];
+  const int n = hr::plan(op, args, p->pool.threads(), steps);
+  if (n < 0) return -1;
+  p->pool.run(steps, n);
+  return 0;
+}
+
+hr_tape* hr_tape_new(void) { return new (std::nothrow) hr_tape; }
+void hr_tape_free(hr_tape* t) { delete t; }
+
+int32_t hr_tape_add(hr_tape* t, hr_pool* p, int32_t op, const void* args) {
+  if (op < 0 || op >= hr::kOps) return -1;
+  t->args.emplace_back();
+  std::memcpy(static_cast<void*>(&t->args.back()), args, hr::kArgsBytes[op]);
+  hr::Step steps[hr::kMaxSteps];
+  const int n = hr::plan(op, &t->args.back(), p->pool.threads(), steps);
+  if (n < 0) return -1;
+  for (int i = 0; i < n; ++i) t->steps.push_back(steps[i]), t->ops.push_back(op);
+  return n;
+}
+
+int32_t hr_tape_run(hr_pool* p, hr_tape* t) {
+  p->pool.run(t->steps.data(), int(t->steps.size()));
+  return 0;
+}
+
+int32_t hr_tape_profile(hr_pool* p, hr_tape* t, int32_t* ops, int64_t* nanoseconds, int32_t capacity) {
+  const int32_t n = int32_t(t->steps.size());
+  if (n > capacity) return n;
+  for (int32_t i = 0; i < n; ++i) ops[i] = t->ops[size_t(i)], nanoseconds[i] = 0;
+  p->pool.run(t->steps.data(), n, nanoseconds);
+  return n;
+}
+
+int64_t hr_packed_bytes(int32_t format, int64_t n, int64_t k) { return hr::panels(n) * hr::panel_bytes(format, k); }
+
+int32_t hr_pack(hr_pool* p, int32_t format, const void* source, int64_t row_bytes, void* packed, int64_t n, int64_t k,
+                int64_t first_row) {
+  hr::QuantType t;
+  if (hr::quant_type(format, &t) ? k % t.block != 0 : (format != HR_W_F32 && (format != HR_W_BF16 || k % 2))) return -1;
+  if (first_row % hr::kCols) return -1;
+  hr::PackJob job{format, static_cast<const uint8_t*>(source), row_bytes, n, k,
+                  static_cast<uint8_t*>(packed) + first_row / hr::kCols * hr::panel_bytes(format, k)};
+  const int chunks = hr::clamp_chunks(std::min<int64_t>(hr::panels(n), int64_t(p->pool.threads()) * 8));
+  hr::Step step{hr::run_pack, &job, chunks};
+  p->pool.run(&step, 1);
+  return 0;
+}
+
+int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k) {
+  hr::QuantType t;
+  return hr::quant_type(format, &t) ? hr::QuantRow::bytes(k) * rows : 0;
+}
+
+int64_t hr_attention_scratch(const hr_attention* a) {
+  return a->splits > 1 ? int64_t(a->num_decode) * a->q_heads * a->splits * hr::partial_floats(*a) * 4 : 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,203 @@
+// The small ops between the matrix products: norm, rotary embedding, gated activations, embedding, KV write, argmax.
+#pragma once
+#include "linear.h"
+
+namespace hr {
+
+inline int64_t first_row(int64_t rows, int chunk, int chunks) { return rows * chunk / chunks; }
+
+template <class F>
+inline void each_row(int64_t rows, int chunk, int chunks, F f) {
+  for (int64_t r = first_row(rows, chunk, chunks); r < first_row(rows, chunk + 1, chunks); ++r) f(r);
+}
+
+// out = v * weight / sqrt(mean(v^2) + eps); n is a multiple of W or the tail is done one by one.
+template <class T>
+inline void normalize(const T* in, const float* weight, T* out, int n, float eps) {
+  vf squares = zero();
+  float total = 0.0f;
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    const vf v = load(in + i);
+    squares = fma(v, v, squares);
+  }
+  for (; i < n; ++i) total += to_float(in[i]) * to_float(in[i]);
+  const float inverse = 1.0f / std::sqrt((total + sum(squares)) / float(n) + eps);
+  const vf scale = set1(inverse);
+  for (i = 0; i + W <= n; i += W) store(out + i, mul(mul(load(in + i), scale), load(weight + i)));
+  for (; i < n; ++i) from_float(to_float(in[i]) * inverse * weight[i], out + i);
+}
+
+template <class T>
+void run_rms_norm(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_rms_norm& a = *static_cast<const hr_rms_norm*>(p);
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    const T* x = static_cast<const T*>(a.x) + r * a.x_stride;
+    T* y = static_cast<T*>(a.y) + r * a.y_stride;
+    if (a.residual) {
+      T* res = static_cast<T*>(a.residual) + r * a.residual_stride;
+      int i = 0;
+      for (; i + W <= a.hidden; i += W) store(res + i, add(load(res + i), load(x + i)));
+      for (; i < a.hidden; ++i) from_float(to_float(res[i]) + to_float(x[i]), res + i);
+      x = res;
+    }
+    normalize(x, a.weight, y, a.hidden, a.eps);
+  });
+}
+
+template <class T>
+inline void rotate(T* head, const float* cs, int rotary, bool neox) {
+  const int half = rotary / 2;
+  const float *cosine = cs, *sine = cs + half;
+  if (neox) {
+    int i = 0;
+    for (; i + W <= half; i += W) {
+      const vf a = load(head + i), b = load(head + half + i), c = load(cosine + i), s = load(sine + i);
+      store(head + i, sub(mul(a, c), mul(b, s)));
+      store(head + half + i, fma(b, c, mul(a, s)));
+    }
+    for (; i < half; ++i) {
+      const float a = to_float(head[i]), b = to_float(head[half + i]);
+      from_float(a * cosine[i] - b * sine[i], head + i);
+      from_float(b * cosine[i] + a * sine[i], head + half + i);
+    }
+  } else {
+    for (int i = 0; i < half; ++i) {
+      const float a = to_float(head[2 * i]), b = to_float(head[2 * i + 1]);
+      from_float(a * cosine[i] - b * sine[i], head + 2 * i);
+      from_float(b * cosine[i] + a * sine[i], head + 2 * i + 1);
+    }
+  }
+}
+
+template <class T>
+void run_rotary(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_rotary& a = *static_cast<const hr_rotary*>(p);
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    const float* cs = a.cos_sin + a.positions[r] * a.rotary_dim;
+    T* q = static_cast<T*>(a.q) + r * a.q_stride;
+    T* k = static_cast<T*>(a.k) + r * a.k_stride;
+    for (int h = 0; h < a.q_heads + a.k_heads; ++h) {
+      T* head = h < a.q_heads ? q + h * a.head_dim : k + (h - a.q_heads) * a.head_dim;
+      const float* weight = h < a.q_heads ? a.q_norm : a.k_norm;
+      if (weight) normalize(head, weight, head, a.head_dim, a.eps);
+      rotate(head, cs, a.rotary_dim, a.is_neox != 0);
+    }
+  });
+}
+
+inline vf activate(vf x, int act) {
+  if (act == 0) return div(x, add(set1(1.0f), vexp(sub(zero(), x))));
+  if (act == 1) {
+    const vf inner = mul(set1(0.7978845608028654f), fma(mul(mul(x, x), x), set1(0.044715f), x));
+    return mul(mul(set1(0.5f), x), add(set1(1.0f), vtanh(inner)));
+  }
+  float v[W];
+  store(v, x);
+  for (int i = 0; i < W; ++i) v[i] = 0.5f * v[i] * (1.0f + std::erf(v[i] * 0.70710678118654752f));
+  return load(v);
+}
+
+// Work is cut into pieces of kGluPiece columns so that one long row is shared too.
+constexpr int kGluPiece = 512;
+
+template <class T>
+void run_glu(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_glu& a = *static_cast<const hr_glu*>(p);
+  const int64_t pieces = (a.n + kGluPiece - 1) / kGluPiece;
+  each_row(a.rows * pieces, chunk, chunks, [&](int64_t index) {
+    const int64_t r = index / pieces, from = index % pieces * kGluPiece;
+    const int64_t to = from + kGluPiece < a.n ? from + kGluPiece : a.n;
+    const T* gate = static_cast<const T*>(a.x) + r * a.x_stride;
+    const T* up = gate + a.n;
+    T* y = static_cast<T*>(a.y) + r * a.y_stride;
+    int64_t i = from;
+    for (; i + W <= to; i += W) store(y + i, mul(activate(load(gate + i), a.act), load(up + i)));
+    if (i < to) {
+      float g[W] = {}, u[W] = {};
+      for (int64_t j = i; j < to; ++j) g[j - i] = to_float(gate[j]), u[j - i] = to_float(up[j]);
+      store(g, mul(activate(load(g), a.act), load(u)));
+      for (int64_t j = i; j < to; ++j) from_float(g[j - i], y + j);
+    }
+  });
+}
+
+template <class T>
+void run_embedding(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_embedding& a = *static_cast<const hr_embedding*>(p);
+  QuantType t;
+  const bool quantized = quant_type(a.format, &t);
+  const PanelShape shape(quantized ? t : QuantType{32, 34, 8, 32, false, 128}, a.hidden);
+  const int64_t bytes = panel_bytes(a.format, a.hidden);
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    T* y = static_cast<T*>(a.y) + r * a.y_stride;
+    const int32_t id = a.ids[r];
+    if (id < 0 || id >= a.vocab) {
+      for (int i = 0; i < a.hidden; ++i) from_float(0.0f, y + i);
+      return;
+    }
+    const uint8_t* panel = static_cast<const uint8_t*>(a.packed) + id / kCols * bytes;
+    const int c = id % kCols;
+    for (int i = 0; i < a.hidden; ++i) {
+      float v;
+      if (quantized) v = panel_value(t, shape, panel, c, i);
+      else if (a.format == HR_W_F32) v = reinterpret_cast<const float*>(panel)[i * kCols + c];
+      else v = to_float(reinterpret_cast<const bf16*>(panel)[i / 2 * 2 * kCols + c * 2 + i % 2]);
+      from_float(v * a.scale, y + i);
+    }
+  });
+}
+
+inline void run_kv_write_f32(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_kv_write& a = *static_cast<const hr_kv_write*>(p);
+  const int64_t s = a.block_size, d = a.head_dim;
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    if (a.slots[r] < 0) return;
+    const int64_t block = a.slots[r] / s, in = a.slots[r] % s;
+    for (int h = 0; h < a.kv_heads; ++h) {
+      const float* k = static_cast<const float*>(a.k) + r * a.k_stride + h * d;
+      const float* v = static_cast<const float*>(a.v) + r * a.v_stride + h * d;
+      float* kc = static_cast<float*>(a.k_cache) + block * a.block_stride + h * d * s + in;
+      float* vc = static_cast<float*>(a.v_cache) + block * a.block_stride + h * d * s + in * d;
+      for (int64_t i = 0; i < d; ++i) kc[i * s] = k[i];
+      std::memcpy(vc, v, size_t(d) * 4);
+    }
+  });
+}
+
+inline void run_kv_write_bf16(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_kv_write& a = *static_cast<const hr_kv_write*>(p);
+  const int64_t s = a.block_size, d = a.head_dim;
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    if (a.slots[r] < 0) return;
+    const int64_t block = a.slots[r] / s, in = a.slots[r] % s;
+    for (int h = 0; h < a.kv_heads; ++h) {
+      const bf16* k = static_cast<const bf16*>(a.k) + r * a.k_stride + h * d;
+      const bf16* v = static_cast<const bf16*>(a.v) + r * a.v_stride + h * d;
+      bf16* kc = static_cast<bf16*>(a.k_cache) + block * a.block_stride + h * d * s + in * 2;
+      bf16* vc = static_cast<bf16*>(a.v_cache) + block * a.block_stride + h * d * s + in / 2 * 2 * d + in % 2;
+      for (int64_t i = 0; i < d; i += 2) std::memcpy(kc + i * s, k + i, 4);
+      for (int64_t i = 0; i < d; ++i) vc[2 * i] = v[i];
+    }
+  });
+}
+
+inline void run_argmax(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_argmax& a = *static_cast<const hr_argmax*>(p);
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {  // the lowest id among equals
+    const float* x = a.x + r * a.x_stride;
+    float best = x[0];
+    int32_t id = 0, i = 0;
+    for (; i + W <= a.n; i += W) {
+      const vf v = load(x + i);
+      if (hmax(v) > best)
+        for (int j = 0; j < W; ++j)
+          if (x[i + j] > best) best = x[i + j], id = i + j;
+    }
+    for (; i < a.n; ++i)
+      if (x[i] > best) best = x[i], id = i;
+    a.ids[r] = id;
+  });
+}
+
+}  // namespace hr

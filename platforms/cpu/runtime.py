@@ -1,0 +1,122 @@
+"""The CPU opened in a worker: no streams, so everything is complete when a call returns."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.platforms.allocator import DeviceAllocator
+from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
+from headrace.platforms.cpu.hardware import Hardware
+from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
+from headrace.platforms.graph import EagerGraphs, GraphBackend
+
+
+class _Done(Event):
+    """There is no stream to wait for."""
+
+    def record(self, stream: Any = None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+
+class CpuAllocator(DeviceAllocator):
+    """Zeroed pages straight from the kernel: they take memory only when they are written."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[torch.Tensor]] = {}
+
+    def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
+        # numpy asks the C library for zeroed memory, which for large sizes means untouched pages;
+        # torch.zeros would write them, torch.empty may hand out recycled memory with NaN in it.
+        memory = torch.from_numpy(np.zeros(nbytes, np.uint8))
+        self._held.setdefault(tag, []).append(memory)
+        return memory
+
+    def free(self, tag: str) -> None:
+        self._held.pop(tag, None)
+
+    def stats(self) -> dict[str, int]:
+        return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
+
+
+class CpuRuntime(DeviceRuntime):
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self.device = torch.device("cpu")
+        self._hardware = Hardware()
+        self._allocator = CpuAllocator()
+        self._threads_before = torch.get_num_threads()
+        # worker_env sets it before a worker process starts; a worker inside the engine process gets it here
+        asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        torch.set_num_threads(min(int(asked), info.units) if asked.isdigit() else info.units)
+
+    def stream(self) -> None:
+        return None
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def event(self) -> Event:
+        return _Done()
+
+    def synchronize(self) -> None:
+        return None
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(self._hardware.free_memory().value, self._hardware.total_memory().value)
+
+    def reset_peak_memory(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        except OSError:
+            return None  # the peak then covers the process's whole life, which is only larger
+
+    def peak_memory(self) -> int:
+        """Resident bytes of the process at its highest: on a CPU the process is the device."""
+        try:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except (OSError, ValueError, IndexError):
+            pass
+        try:
+            import resource
+        except ImportError:
+            return 0
+        scale = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def collectives(self, group: GroupSpec) -> Collectives:
+        if group.world == 1:
+            return SoloCollectives()
+        from headrace.platforms.cpu.collectives import GlooCollectives
+
+        return GlooCollectives(group)
+
+    def graphs(self) -> GraphBackend:
+        return EagerGraphs()
+
+    def allocator(self) -> DeviceAllocator:
+        return self._allocator
+
+    def close(self) -> None:
+        self._allocator = CpuAllocator()
+        torch.set_num_threads(self._threads_before)
