@@ -1,0 +1,136 @@
+"""From what was typed to everything a start needs: settings, files, model description, device, problems. Torch-free.
+
+All that can be known before weights are read is found here, so that mistakes end in one line within a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.cli.devices import find_device
+from headrace.cli.errors import CliError
+from headrace.engine.config import env
+from headrace.engine.config.flags import Given
+from headrace.engine.config.names import all_spellings
+from headrace.engine.config.resolve import (
+    ConfigError,
+    merge_defaults,
+    resolve,
+    source_of,
+)
+from headrace.engine.config.settings import EngineConfig
+from headrace.engine.models.registry import model_shape, selection_queries
+from headrace.engine.models.spec import ModelSpec
+from headrace.engine.weights.source import ModelError, ModelFiles
+from headrace.engine.weights.sources import read_spec, resolve_model
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.platform import Default, Platform
+from headrace.platforms.queries import SampleQuery
+from headrace.platforms.registry import (
+    Candidate,
+    Decision,
+    Policy,
+    Registry,
+    SelectionError,
+    policy_problems,
+    select,
+)
+
+Progress = Callable[[float, float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A start that should work as far as can be told without loading anything."""
+
+    config: EngineConfig
+    files: ModelFiles
+    spec: ModelSpec
+    platform: Platform
+    device: DeviceInfo
+    present: bool  # False: the device is described, not here
+    warnings: tuple[str, ...]
+
+    @property
+    def kv_dtype(self) -> str:
+        chosen = self.config.cache.kv_cache_dtype
+        return self.config.model.dtype if chosen == "auto" else chosen
+
+
+def configure(model: str, given: Sequence[Given], file: str) -> EngineConfig:
+    """Settings from the MODEL argument, flags, the YAML file and the environment's key."""
+    rows = list(given)
+    if model:
+        rows.append(Given(all_spellings()["--model"].flag, model, "argument MODEL"))
+    try:
+        config = resolve(rows, file)
+        key = env.read(env.API_KEY)
+        if key:
+            default = Default((key,), "kept out of the process list")
+            config = merge_defaults(
+                config, {"server.api_keys": default}, f"environment {env.API_KEY.name}"
+            )
+    except ConfigError as error:
+        raise CliError(str(error)) from None
+    if source_of(config, "model.model") is None:
+        raise CliError("no model; example: headrace serve demo")
+    return config
+
+
+def prepare(
+    config: EngineConfig, *, described: bool = False, progress: Progress | None = None
+) -> Plan:
+    """Everything up to the first weight. `described`: --device may name hardware that is not here.
+
+    `progress(done, total, text)` is called while a model is downloaded. Raises CliError.
+    """
+    platform, device, present = find_device(config.device.device, described)
+    try:
+        files = resolve_model(config.model, progress)
+        spec = read_spec(files, config.model.hf_overrides)
+        proposals = platform.defaults(model_shape(spec), device)
+        config = merge_defaults(config, proposals, f"platform {platform.name}")
+    except (ModelError, ConfigError) as error:
+        raise CliError(str(error)) from None
+    problems = platform.check(config, device)
+    errors = [problem.text for problem in problems if problem.level == "error"]
+    if errors:
+        raise CliError(errors[0], details="\n".join(errors[1:]))
+    warnings = tuple(problem.text for problem in problems if problem.level == "warning")
+    return Plan(config, files, spec, platform, device, present, warnings)
+
+
+def decide(plan: Plan) -> list[Decision]:
+    """The choice for every op of the model, without loading an implementation. What was forced and cannot be ends
+    with the table of candidates."""
+    device = plan.config.device
+    policy = Policy(
+        force=device.force,
+        disable=frozenset(device.disable),
+        only_verified=device.only_verified,
+        self_test=device.self_test,
+    )
+    registry = Registry.with_reference(plan.platform.implementations())
+    problems = policy_problems(policy, registry)
+    if problems:
+        raise CliError(problems[0])
+    try:
+        queries = selection_queries(
+            plan.spec, plan.config.model.dtype, plan.kv_dtype, device.tensor_parallel_size
+        )
+        seats = plan.config.scheduler.max_num_seqs
+        queries.append(("sample", SampleQuery(plan.spec.vocab, seats)))
+        return [select(op, query, plan.device, registry, policy) for op, query in queries]
+    except ModelError as error:
+        raise CliError(str(error)) from None
+    except SelectionError as error:
+        raise CliError(str(error), details=_table(error.candidates)) from None
+
+
+def _table(candidates: Sequence[Candidate]) -> str:
+    width = max((len(row.name) for row in candidates), default=0)
+    return "\n".join(
+        f"  {row.name:{width}}  {row.status:10}  {'; '.join(row.reasons)}".rstrip()
+        for row in candidates
+    )
