@@ -163,7 +163,7 @@ class FastTokenizer:
         # encode_batch_fast leaves the GIL while it works and keeps no offsets; encode does neither
         try:
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except UnicodeEncodeError:  # lone surrogates
+        except TypeError:  # lone surrogates are no text for it
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
