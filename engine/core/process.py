@@ -1,4 +1,4 @@
-"""The engine process: `python -m headrace.engine.core.process --address ... --boot-fd N`.
+"""The engine process: `python -m headrace.engine.core.process --boot-fd N`.
 
 Started by engine/ipc/launch.py. Exit code 0 after an orderly stop, 1 after a failure, which clients are told of in an
 EngineFailed first. It ends when its parent does; SIGINT is ignored because a terminal sends it to the whole process
@@ -20,12 +20,13 @@ from types import FrameType
 from headrace.engine.core import startup
 from headrace.engine.core.boot import Boot, read_boot
 from headrace.engine.core.engine import Engine
-from headrace.engine.core.executor import WorkerFailed
+from headrace.engine.core.executor import Executor, WorkerFailed
 from headrace.engine.core.stop import StopSignal
 from headrace.engine.ipc.messages import EngineFailed
 from headrace.engine.ipc.server import EngineServer
 from headrace.engine.kv_cache.plan import KVPlanError
 from headrace.engine.weights.source import ModelError
+from headrace.engine.weights.sources import read_spec
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +68,31 @@ def _end_with_parent(fd: int) -> None:
     os._exit(1)
 
 
-def _run(boot: Boot, server: EngineServer, signals: _Signals) -> None:
-    clock = startup.PhaseClock(server.announce)
-    spec = boot.spec
-    if spec is None:
-        from headrace.engine.weights.sources import read_spec
-
-        spec = read_spec(boot.files, boot.config.model.hf_overrides)
-    executor = startup.make_executor(boot, startup.with_step_tokens(boot.config), spec)
+def _run(boot: Boot, server: EngineServer, signals: _Signals) -> int:
+    """Start, serve, stop. A failure is announced before the workers are closed, which may take a while."""
+    executor: Executor | None = None
     try:
+        clock = startup.PhaseClock(server.announce)
+        spec = boot.spec or read_spec(boot.files, boot.config.model.hf_overrides)
+        executor = startup.make_executor(boot, startup.with_step_tokens(boot.config), spec)
         parts = startup.start(boot, executor, spec, clock)
         parts.ready.phases = clock.stop()
         signals.starting = False
         server.announce(parts.ready)
         Engine(parts.scheduler, executor, server, signals.stop).run()
+        return 0
+    except _Stopped:
+        return 0
+    except Exception as error:
+        signals.starting = False
+        logger.error("the engine ends: %s", error, exc_info=not isinstance(error, _EXPECTED))
+        server.announce_last(EngineFailed(str(error) or type(error).__name__))
+        return 1
     finally:
         signals.starting = False
-        with contextlib.suppress(Exception):
-            executor.close()
+        if executor is not None:
+            with contextlib.suppress(Exception):
+                executor.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +100,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--boot-fd", type=int, required=True)
     arguments = parser.parse_args(argv)
     signals = _Signals()
-    boot = read_boot(arguments.boot_fd)
+    try:
+        boot = read_boot(arguments.boot_fd)
+    except (_Stopped, EOFError):
+        return 0
     logging.basicConfig(
         level=boot.config.server.log_level.upper(),
         format="%(asctime)s %(levelname)s engine: %(message)s",
@@ -101,14 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     threading.Thread(target=_end_with_parent, args=(arguments.boot_fd,), daemon=True).start()
     server = EngineServer(boot.address)
     try:
-        _run(boot, server, signals)
-        return 0
-    except _Stopped:
-        return 0
-    except Exception as error:
-        logger.error("the engine ends: %s", error, exc_info=not isinstance(error, _EXPECTED))
-        server.announce(EngineFailed(str(error) or type(error).__name__))
-        return 1
+        return _run(boot, server, signals)
     finally:
         server.close()
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Longest wait for the last messages (why the engine ends) to leave when the socket is closed.
 _LINGER_MS = 1000
+_LAST_WORDS_MS = 1000
 
 
 class EngineServer:
@@ -64,6 +65,13 @@ class EngineServer:
         self._take_in()  # who spoke up since the last time is told, too
         self._announced = message
         self.broadcast(message)
+
+    def announce_last(self, message: FromEngine) -> None:
+        """Before the process ends. An API process that has not been heard of yet gets a moment to connect."""
+        self._take_in()
+        if not self._clients:
+            self.socket.poll(_LAST_WORDS_MS)
+        self.announce(message)
 
     def send(self, client: bytes, message: FromEngine) -> None:
         self.socket.send_multipart([client, encoder.encode(message)], zmq.NOBLOCK)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import zmq
 
 from headrace.engine.ipc.client import EngineDead, EngineState
-from headrace.engine.ipc.launch import EngineProcess
 from headrace.engine.ipc.messages import (
     Abort,
     Call,
@@ -39,6 +38,17 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_MS = 20  # the engine binds a moment after we connect
 _LINGER_MS = 200
+_LAST_WORDS_SECONDS = 0.25
+
+
+class ProcessHandle(Protocol):
+    """What is needed of an engine process (launch.EngineProcess) to notice its end."""
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    def fileno(self) -> int:
+        """Readable once the process has ended."""
 
 
 class _Stream:
@@ -82,7 +92,7 @@ class ZmqEngineClient:
     With `process`, its end is noticed at once and `close` ends it; without, only what the engine says is known.
     """
 
-    def __init__(self, address: str, process: EngineProcess | None = None) -> None:
+    def __init__(self, address: str, process: ProcessHandle | None = None) -> None:
         self.state: EngineState = "starting"
         self.progress: EngineProgress | None = None
         self.info: EngineReady | None = None
@@ -131,11 +141,13 @@ class ZmqEngineClient:
         try:
             self._send(submit)
             while True:
-                await stream.changed.wait()
-                stream.changed.clear()
                 output, stream.waiting = stream.waiting, None
                 if output is None:
-                    raise EngineDead(self.failure)
+                    if self.failure:
+                        raise EngineDead(self.failure)
+                    stream.changed.clear()
+                    await stream.changed.wait()
+                    continue
                 if output.finish_reason:
                     # The engine is done with it: no abort, and it no longer counts as unfinished.
                     self._streams.pop(request_id, None)
@@ -230,11 +242,15 @@ class ZmqEngineClient:
     # ---- the end
 
     def _process_ended(self) -> None:
-        self._receive()  # it may have said why
-        if self._process is not None and not self.failure:
-            code = self._process.exit_code
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            self._fail(f"the engine process ended ({how})")
+        """A process that was killed could not say why; any other may have, and its last words be under way."""
+        assert self._process is not None and self._loop is not None
+        self._loop.remove_reader(self._process.fileno())
+        code = self._process.exit_code
+        if code is not None and code < 0:
+            self._fail(f"the engine process was ended by signal {-code}")
+        else:
+            text = f"the engine process ended with exit code {code}; its log says why"
+            self._loop.call_later(_LAST_WORDS_SECONDS, self._fail, text)
 
     def _fail(self, why: str) -> None:
         """Everyone who waits is told; the socket is closed."""

@@ -371,7 +371,8 @@ class Scheduler:
         )
         if not request.scheduled:
             request.scheduled = True
-            request.queued_s = max(0.0, self._clock() - request.arrival)
+            if request.arrival:
+                request.queued_s = max(0.0, self._clock() - request.arrival)
             request.cached_tokens = start
             if self.kv.caching:
                 self._stats.prefix_queries += request.prompt_len
