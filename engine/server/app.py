@@ -19,7 +19,6 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="headrace",
         version=version(),
-        root_path=server.root_path,
         redirect_slashes=False,  # a path with a slash too many is unknown, not another spelling
         redoc_url=None,
     )

@@ -41,11 +41,13 @@ class Gate:
         self._state = state
         self._keys = Keys(state.config.server.api_keys)
         self._cors = Cors(state.config.server.cors_origins)
+        self._root = state.config.server.root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._root  # a proxy may strip the prefix or leave it: both are understood
         exchange = _Exchange(scope, send, self._cors)
         answer = self._early_answer(scope, exchange)
         guarded = exchange.path not in ANY_PHASE
