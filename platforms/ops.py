@@ -83,8 +83,6 @@ def _contract(
     return OpContract(name, kind, doc, target, tolerance, shrink or {})
 
 
-_GATED = """(x[T, 2I]) -> [T, I]: {0}(x[:, :I]) * x[:, I:]. Selected by ActivationQuery."""
-
 CONTRACTS: Mapping[str, OpContract] = {
     contract.name: contract
     for contract in (
@@ -135,26 +133,19 @@ CONTRACTS: Mapping[str, OpContract] = {
             rest of a head is untouched. cos_sin holds R/2 cosines, then R/2 sines. With c, s of a position and pairs
             (a, b): a' = a*c - b*s, b' = b*c + a*s; a pair is (i, i + R/2) if is_neox, else (2i, 2i + 1).""",
         ),
-        _contract(
-            "silu_and_mul",
-            "function",
-            _ELEMENTWISE,
-            _GATED.format("silu"),
-            cases="gated_activation",
-        ),
-        _contract(
-            "gelu_and_mul",
-            "function",
-            _ELEMENTWISE,
-            _GATED.format("gelu (error function)"),
-            cases="gated_activation",
-        ),
-        _contract(
-            "gelu_tanh_and_mul",
-            "function",
-            _ELEMENTWISE,
-            _GATED.format("gelu (tanh form)"),
-            cases="gated_activation",
+        *(
+            _contract(
+                op,
+                "function",
+                _ELEMENTWISE,
+                f"(x[T, 2I]) -> [T, I]: {form}(x[:, :I]) * x[:, I:]. Selected by ActivationQuery.",
+                cases="gated_activation",
+            )
+            for op, form in (
+                ("silu_and_mul", "silu"),
+                ("gelu_and_mul", "gelu by the error function"),
+                ("gelu_tanh_and_mul", "gelu in its tanh form"),
+            )
         ),
         _contract(
             "sample",
