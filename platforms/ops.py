@@ -104,7 +104,7 @@ CONTRACTS: Mapping[str, OpContract] = {
             "paged_attention",
             "class",
             _REDUCTION,
-            """PagedAttention (platforms/attention.py), selected by AttentionQuery.""",
+            "PagedAttention (platforms/attention.py), selected by AttentionQuery.",
         ),
         _contract(
             "rms_norm",
@@ -193,7 +193,7 @@ class Ops:
         """The function, or the instance made for the query. SelectionError when nothing can serve it."""
         key = (op, query)
         if key not in self._bound:
-            contract = contract_of(op)
+            contract = CONTRACTS[op]
             loaded: dict[str, Any] = {}
 
             def load(row: Implementation) -> None:
@@ -237,13 +237,6 @@ class Ops:
         if error.within:
             return SelfTest(True, f"largest error {error.largest:.1e}, {took:.2f} s")
         return SelfTest(False, f"{error.case}: largest error {error.largest:.1e}")
-
-
-def contract_of(op: str) -> OpContract:
-    """KeyError's text lists the ops there are."""
-    if op not in CONTRACTS:
-        raise KeyError(f"no op named {op!r}; ops: {', '.join(sorted(CONTRACTS))}")
-    return CONTRACTS[op]
 
 
 def shrunk(contract: OpContract, query: Any) -> Any:

@@ -23,7 +23,7 @@ _REFERENCE_ROWS = "headrace.platforms.reference:implementations"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an implementation can serve a query. Reasons are mandatory unless "yes" (then they are notes)."""
+    """Whether an implementation can serve a query. Reasons are mandatory unless "yes" (then notes)."""
 
     status: Status
     reasons: tuple[str, ...] = ()
@@ -74,7 +74,8 @@ class Requirement:
     specifier: str = ""
 
 
-def _always(_query: Any, _device: DeviceInfo) -> Verdict:
+def always(_query: Any, _device: DeviceInfo) -> Verdict:
+    """For implementations that run anywhere."""
     return YES
 
 
@@ -97,7 +98,7 @@ class Implementation:
     target: str
     rank: int = 0  # higher wins among equals in status; the reference has rank 0
     requires: tuple[Requirement, ...] = ()
-    supports: Callable[[Any, DeviceInfo], Verdict] = _always
+    supports: Callable[[Any, DeviceInfo], Verdict] = always
     source: str = "built-in"  # platform or plugin that brought it
 
     def load(self) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo
-from headrace.platforms.registry import Check, Implementation, Verdict
+from headrace.platforms.registry import Check, Implementation, Verdict, always
 
 FLOATS = ("float32", "bfloat16", "float16")
 TORCH = "torch"  # PyTorch's own CPU operators, put together for this device
@@ -41,19 +41,18 @@ def _attention(query: Any, device: DeviceInfo) -> Verdict:
 
 def implementations() -> list[Implementation]:
     home = "headrace.platforms.cpu"
-    rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict] | None], ...] = (
+    rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict]], ...] = (
         ("linear", f"{home}.ops:TorchLinear", _linear),
         ("paged_attention", f"{home}.attention:TorchAttention", _attention),
-        ("rms_norm", f"{home}.ops:rms_norm", None),
-        ("fused_add_rms_norm", f"{home}.ops:fused_add_rms_norm", None),
-        ("rotary_embedding", f"{home}.ops:rotary_embedding", None),
-        ("silu_and_mul", f"{home}.ops:silu_and_mul", None),
-        ("gelu_and_mul", f"{home}.ops:gelu_and_mul", None),
-        ("gelu_tanh_and_mul", f"{home}.ops:gelu_tanh_and_mul", None),
-        ("sample", f"{home}.sampling:sample", None),
+        ("rms_norm", f"{home}.ops:rms_norm", always),
+        ("fused_add_rms_norm", f"{home}.ops:fused_add_rms_norm", always),
+        ("rotary_embedding", f"{home}.ops:rotary_embedding", always),
+        ("silu_and_mul", f"{home}.ops:silu_and_mul", always),
+        ("gelu_and_mul", f"{home}.ops:gelu_and_mul", always),
+        ("gelu_tanh_and_mul", f"{home}.ops:gelu_tanh_and_mul", always),
+        ("sample", f"{home}.sampling:sample", always),
     )
-    made = []
-    for op, target, supports in rows:
-        extra = {} if supports is None else {"supports": supports}
-        made.append(Implementation(op, TORCH, target, rank=10, source="cpu", **extra))
-    return made
+    return [
+        Implementation(op, TORCH, target, rank=10, supports=supports, source="cpu")
+        for op, target, supports in rows
+    ]
