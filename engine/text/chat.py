@@ -16,10 +16,17 @@ import msgspec
 from headrace.engine.text.template import ChatTemplate
 from headrace.engine.text.tokenizer import TemplateError
 
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "template", "add_generation_prompt", "continue_final_message")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CONTINUE = "\ue000continue here\ue000 "  # private-use characters; the last blank shows trimming
 _KEPT_TEMPLATES = 8  # compiled ones
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """ValueError when a client's extra template variables name one that the request sets itself."""
+    for name in _RESERVED:
+        if name in kwargs:
+            raise ValueError(f"chat_template_kwargs may not set {name}")
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -144,13 +151,11 @@ class ChatRenderer:
         template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text. `template` is a template's text or the name of one of the model's.
+        """The prompt text. `template` is a template's text or the name of one of the model's; `kwargs` are extra
+        variables for it (`enable_thinking`, `documents`, ...).
 
         Raises ValueError for messages or arguments of the wrong form, TemplateError from the template.
         """
-        clash = [key for key in _RESERVED if key in kwargs]
-        if clash:
-            raise ValueError(f"chat_template_kwargs may not set {clash[0]}")
         chat = normalize_messages(messages)
         if continue_final_message:
             if add_generation_prompt:

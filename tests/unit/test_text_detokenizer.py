@@ -47,7 +47,17 @@ def byte_fallback(prefix: bool = True) -> FastTokenizer:
 
 
 TOKENIZERS = {"byte-level": byte_level(), "byte-fallback": byte_fallback()}
-SAMPLES = ["ď", "😀", "👨‍👩‍👧‍👦", "日本語テキスト", "🏳️‍🌈x", "مرحبا", "e\u0301", "\x00\x7f\n\t", "𝕬 b"]
+SAMPLES = [
+    "ď",
+    "😀",
+    "👨‍👩‍👧‍👦",
+    "日本語テキスト",
+    "🏳️‍🌈x",
+    "مرحبا",
+    "e\u0301",
+    "\x00\x7f\n\t",
+    "𝕬 b",
+]
 
 
 def in_chunks(tokenizer, ids, rng, **options) -> str:

@@ -107,9 +107,7 @@ def test_stop_and_its_absence_do_not_depend_on_chunks(tokenizer):
             )
             tokens = tuple(t.token_id for d in deltas for t in d.tokens)
             last = deltas[-1]
-            seen.add(
-                (text, tokens, last.finish_reason, last.stop_reason, last.completion_tokens)
-            )
+            seen.add((text, tokens, last.finish_reason, last.stop_reason, last.completion_tokens))
         assert len(seen) == 1
 
 
@@ -216,7 +214,9 @@ def test_nothing_comes_after_the_end(tokenizer):
 
 
 def test_an_empty_last_output_ends_it(tokenizer):
-    _, deltas = run(tokenizer, [RequestOutput("r", [97]), RequestOutput("r", finish_reason="abort")])
+    _, deltas = run(
+        tokenizer, [RequestOutput("r", [97]), RequestOutput("r", finish_reason="abort")]
+    )
     assert deltas[-1].finish_reason == "abort" and deltas[-1].completion_tokens == 1
 
 

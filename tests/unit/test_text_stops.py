@@ -91,9 +91,7 @@ def test_no_more_is_withheld_than_may_begin_a_stop():
             held = text[len(shown) :]
             assert scanner.held == len(held)
             ends = [text[-n:] for n in range(1, len(text) + 1)]
-            longest = max(
-                (len(e) for e in ends if any(s.startswith(e) for s in stops)), default=0
-            )
+            longest = max((len(e) for e in ends if any(s.startswith(e) for s in stops)), default=0)
             assert len(held) == longest
 
 
