@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.engine.models.registry import build_model, model_shape, selection_queries, supported
+from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.spec_hf import FAMILIES
 from headrace.platforms.collectives import SoloCollectives
 from tests.engine.model_harness import make_context
@@ -39,6 +40,15 @@ def test_parameters_are_counted(name: str, tmp_path: Path) -> None:
     shape = model_shape(tiny.source.spec)
     assert shape.parameters == tiny.truth.num_parameters()
     assert (shape.vocab, shape.layers, shape.dtype) == (99, 3, "float32")
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_dummy_weights_are_the_tensors_that_a_model_wants(name: str, tmp_path: Path) -> None:
+    spec = make_tiny(name, tmp_path).source.spec
+    wanted = [
+        w for layer in build_model(spec, make_context(), 64).layers() for w in layer.weights()
+    ]
+    assert tensor_shapes(spec) == {w.name: w.shape for w in wanted if not w.optional}
 
 
 def test_equal_layers_share_an_attention_instance(tmp_path: Path) -> None:
