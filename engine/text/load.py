@@ -20,13 +20,6 @@ _NAMED = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 # Marks that end a turn, and ends of text: where such a special token exists, generation stops at it.
 _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|>")
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>")
-_HUB_PATTERNS = (
-    "tokenizer*",
-    "*token*.json",
-    "generation_config.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-)
 
 
 def load_tokenizer(
@@ -58,21 +51,15 @@ def load_tokenizer(
 
 
 def _download(repository: str, offline: bool, download_dir: str) -> str:
-    from huggingface_hub import snapshot_download
+    from headrace.engine.weights import hub
 
-    try:
-        return snapshot_download(
-            repository,
-            allow_patterns=list(_HUB_PATTERNS),
-            local_files_only=offline,
-            cache_dir=download_dir or None,
-        )
-    except Exception as error:  # the hub raises many kinds; each says what went wrong
-        reason = str(error).strip().split("\n")[0]
+    request = hub.parse(repository)
+    if request is None or request.file or request.quant:
         raise ModelError(
-            f"--tokenizer {repository} is no folder or file here and was not found on the hub ({reason}); "
-            "give a folder that holds tokenizer.json or tokenizer.model"
-        ) from None
+            f"--tokenizer {repository} does not exist; give a folder with tokenizer.json or tokenizer.model, "
+            "a .gguf file, or org/name on the hub"
+        )
+    return hub.download_tokenizer(request._replace(offline=offline, cache=download_dir))
 
 
 def _from_gguf(path: str) -> TokenizerParts:
