@@ -18,8 +18,9 @@ from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import WeightSource
 from headrace.platforms.batch import BatchView
 from headrace.platforms.collectives import Collectives, SoloCollectives
+from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.device import DeviceInfo
-from headrace.platforms.kv_layout import CANONICAL, KVGroup, KVPlan
+from headrace.platforms.kv_layout import CANONICAL, KVGroup, KVPlan, KVSpec
 from headrace.platforms.ops import Ops
 from headrace.platforms.reference import implementations
 from headrace.platforms.registry import Registry
@@ -78,17 +79,24 @@ class StateSource:
         return None
 
 
-def make_ops() -> Ops:
+def make_ops(platform: str = "reference") -> Ops:
+    """Ops of the reference alone, or of the CPU platform of this machine."""
+    if platform == "cpu":
+        info = CpuPlatform.probe()[0]
+        rows = [*CpuPlatform().implementations(), *implementations()]
+        return Ops(Registry(rows), info, CpuPlatform().open(info))
     info = DeviceInfo("test", 0, "reference", "none")
     runtime = cast(Any, SimpleNamespace(info=info, device=CPU))
     return Ops(Registry(implementations()), info, runtime)
 
 
 def make_context(
-    dtype: torch.dtype = torch.float32, collectives: Collectives | None = None
+    dtype: torch.dtype = torch.float32,
+    collectives: Collectives | None = None,
+    ops: Ops | None = None,
 ) -> BuildContext:
     name = str(dtype).removeprefix("torch.")
-    return BuildContext(make_ops(), dtype, collectives or SoloCollectives(), name, CPU)
+    return BuildContext(ops or make_ops(), dtype, collectives or SoloCollectives(), name, CPU)
 
 
 def load_model(
@@ -96,14 +104,18 @@ def load_model(
     max_model_len: int = 512,
     dtype: torch.dtype = torch.float32,
     collectives: Collectives | None = None,
+    ops: Ops | None = None,
 ) -> Decoder:
-    model = build_model(source.spec, make_context(dtype, collectives), max_model_len)
+    model = build_model(source.spec, make_context(dtype, collectives, ops), max_model_len)
     model.load_weights(source, lambda done, total, text: None)
     return model
 
 
 def simple_plan(model: Decoder, blocks: int) -> KVPlan:
-    """One group for each window, all with `blocks` blocks."""
+    """One group for each window, all with `blocks` blocks; the layout that the first layer's implementation prefers."""
+    impl = model.attention_impls[0]
+    best = impl.kv_formats(impl.query)[0]
+    size = BLOCK_SIZE if best.accepts(BLOCK_SIZE) else best.preferred_block_size
     windows = sorted({spec.window for spec in model.kv_specs})
     groups = tuple(
         KVGroup(
@@ -114,7 +126,15 @@ def simple_plan(model: Decoder, blocks: int) -> KVPlan:
         )
         for window in windows
     )
-    return KVPlan(CANONICAL, BLOCK_SIZE, model.kv_specs[0].dtype, groups)
+    return KVPlan(best.layout, size, model.kv_specs[0].dtype, groups)
+
+
+def make_cache(plan: KVPlan, spec: KVSpec, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Filled with garbage, so that a read of a slot that nobody wrote shows."""
+    size = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": spec.head_dim}
+    stored = torch.full([size[axis] for axis in plan.layout], 1e4, dtype=getattr(torch, spec.dtype))
+    both = stored.permute([plan.layout.index(axis) for axis in CANONICAL])
+    return both[:, 0], both[:, 1]
 
 
 @dataclass
@@ -131,14 +151,8 @@ class Engine:
     def __init__(self, model: Decoder, blocks: int = 64) -> None:
         self.model = model
         self.plan = simple_plan(model, blocks)
-        dtype = getattr(torch, self.plan.dtype)
-        caches = []
-        for spec in model.kv_specs:
-            # Garbage, so that a read of a slot that nobody wrote shows.
-            both = torch.full((blocks, 2, spec.kv_heads, BLOCK_SIZE, spec.head_dim), 1e4)
-            both = both.to(dtype)
-            caches.append((both[:, 0], both[:, 1]))
-        model.bind_kv(self.plan, caches)
+        self.size = self.plan.block_size
+        model.bind_kv(self.plan, [make_cache(self.plan, spec, blocks) for spec in model.kv_specs])
         order = random.Random(0)
         self.free = [order.sample(range(1, blocks), blocks - 1) for _ in self.plan.groups]
 
@@ -179,16 +193,16 @@ class Engine:
         owner = np.repeat(np.arange(len(seqs)), counts)
         starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
         tables, slots = [], []
-        width = -(-int(lens.max()) // BLOCK_SIZE)
+        width = -(-int(lens.max()) // self.size)
         for group in range(len(self.plan.groups)):
             table = np.zeros((len(seqs), width), np.int32)
             for row, (seq, length) in enumerate(zip(seqs, lens, strict=True)):
-                while len(seq.blocks[group]) * BLOCK_SIZE < length:
+                while len(seq.blocks[group]) * self.size < length:
                     seq.blocks[group].append(self.free[group].pop())
                 table[row, : len(seq.blocks[group])] = seq.blocks[group]
             tables.append(table)
-            block = table[owner, positions // BLOCK_SIZE].astype(np.int64)
-            slots.append(torch.from_numpy(block * BLOCK_SIZE + positions % BLOCK_SIZE))
+            block = table[owner, positions // self.size].astype(np.int64)
+            slots.append(torch.from_numpy(block * self.size + positions % self.size))
         view = BatchView(
             num_reqs=len(seqs),
             num_tokens=len(positions),
@@ -202,6 +216,6 @@ class Engine:
             query_start_loc_host=starts,
             seq_lens_host=lens,
             block_tables_host=tables,
-            block_size=BLOCK_SIZE,
+            block_size=self.size,
         )
         return view, torch.from_numpy(positions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.model_harness import Engine, load_model
+from tests.engine.model_harness import Engine, load_model, make_ops
 from tests.engine.tiny_models import CONFIGS, Tiny, make_tiny, prompt
 
 LENGTHS = (1, 15, 16, 17, 64, 200)
@@ -19,17 +19,22 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def engine_for(tiny: Tiny, longest: int) -> Engine:
+@pytest.fixture(params=["reference", "cpu"])
+def platform(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def engine_for(tiny: Tiny, longest: int, platform: str = "reference") -> Engine:
     """Within the original context of a length-dependent rope when `longest` is."""
-    return Engine(load_model(tiny.source, max_model_len=longest))
+    return Engine(load_model(tiny.source, max_model_len=longest, ops=make_ops(platform)))
 
 
 def lengths_of(tiny: Tiny) -> list[int]:
     return [n for n in LENGTHS if n <= 64 or tiny.name not in LENGTH_DEPENDENT]
 
 
-def test_whole_prompts(tiny: Tiny) -> None:
-    engine = engine_for(tiny, max(lengths_of(tiny)))
+def test_whole_prompts(tiny: Tiny, platform: str) -> None:
+    engine = engine_for(tiny, max(lengths_of(tiny)), platform)
     for length in lengths_of(tiny):
         tokens = prompt(length)
         want = tiny.logits(tokens)
@@ -45,9 +50,9 @@ def test_chunks(tiny: Tiny, chunk: int) -> None:
     torch.testing.assert_close(got, tiny.logits(tokens), **CLOSE)
 
 
-def test_mixed_batch(tiny: Tiny) -> None:
+def test_mixed_batch(tiny: Tiny, platform: str) -> None:
     """Decodes, a chunk and whole prompts of unlike lengths in one step."""
-    engine = engine_for(tiny, 64)
+    engine = engine_for(tiny, 64, platform)
     prompts = [prompt(n, seed) for seed, n in enumerate((33, 5, 50, 17, 1))]
     computed = (32, 4, 20, 0, 0)
     seqs = [engine.sequence() for _ in prompts]
@@ -80,11 +85,11 @@ def test_length_dependent_rope(name: str, length: int, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
-def test_bfloat16(name: str, tmp_path) -> None:
+def test_bfloat16(name: str, platform: str, tmp_path) -> None:
     """Log-probabilities within 0.1 of float32's on average, 0.5 at worst, for logits that span about 20."""
     tiny = make_tiny(name, tmp_path)
     tokens = prompt(64)
-    engine = Engine(load_model(tiny.source, dtype=torch.bfloat16))
+    engine = Engine(load_model(tiny.source, dtype=torch.bfloat16, ops=make_ops(platform)))
     got = engine.run(engine.sequence(), tokens).log_softmax(-1)
     want = tiny.logits(tokens).log_softmax(-1)
     difference = (got - want).abs()
