@@ -199,6 +199,16 @@ class GGUFFile:
         view = memoryview(self.parts[tensor.part].data)
         return view[tensor.offset : tensor.offset + tensor.nbytes]
 
+    def release(self, tensor: GGUFTensor, start: int, stop: int) -> None:
+        """Takes bytes start to stop of a tensor out of this process's memory.
+
+        The system keeps them cached, and reading them again brings them back.
+        """
+        first = -(-(tensor.offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = tensor.offset + stop - first
+        if length > 0:
+            self.parts[tensor.part].data.madvise(mmap.MADV_DONTNEED, first, length)
+
     def refuse_unreadable(self) -> None:
         """ModelError that lists every tensor type this engine cannot read."""
         kinds = sorted({t.type.name for t in self.tensors.values()} - set(READABLE))

@@ -17,21 +17,23 @@ from headrace.engine.weights.source import ModelFiles
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SCHEMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Values read between two releases of what was read, where rows need no gathering.
+_SPAN = 1 << 22
 
 
 class GGUFHandle:
     """One tensor; see TensorHandle. `order` says which stored row each row is, where they differ."""
 
     def __init__(
-        self, name: str, tensor: GGUFTensor, data: memoryview, order: NDArray[np.intp] | None
+        self, name: str, file: GGUFFile, tensor: GGUFTensor, order: NDArray[np.intp] | None
     ):
         self.name = name
         self.shape = tensor.shape
         self.scheme = _SCHEMES.get(tensor.type.name, tensor.type.name)
-        self._kind = tensor.type
+        self._file, self._tensor, self._kind = file, tensor, tensor.type
         self._order = order
         row = tensor.type.row_bytes(tensor.shape[-1])
-        self._raw = np.frombuffer(data, np.uint8).reshape(-1, row)
+        self._raw = np.frombuffer(file.rows(tensor), np.uint8).reshape(-1, row)
 
     def read(
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
@@ -52,7 +54,7 @@ class GGUFHandle:
     def _read(
         self, dtype: torch.dtype, order: NDArray[np.intp] | None, rows: slice, cols: slice
     ) -> torch.Tensor:
-        """[rows, cols]. Rows that lie in the file as they are wanted are read at once, others a few at a time."""
+        """[rows, cols], a few rows at a time. What was read is released: else loading would hold the model twice."""
         raw = self._raw[rows] if order is None else self._raw
         picked = None if order is None else order[rows]
         count = len(raw) if picked is None else len(picked)
@@ -61,7 +63,8 @@ class GGUFHandle:
         begin, end = first // block, -(-stop // block)  # the blocks that hold these columns
         lead, stored = first - begin * block, (end - begin) * block
         out = torch.empty(count, stop - first, dtype=dtype)
-        step = max(1, CHUNK // stored) if picked is not None or stored < width else max(1, count)
+        span = _SPAN if picked is None and stored == width else CHUNK
+        step = max(1, span // max(1, stored))
         for low in range(0, count, step):
             high = min(low + step, count)
             part = raw[low:high] if picked is None else raw[picked[low:high]]
@@ -72,7 +75,15 @@ class GGUFHandle:
                 wide = torch.empty(high - low, stored)
                 _fill(self._kind, part, wide.view(-1))
                 out[low:high] = wide[:, lead : lead + stop - first]
+            if picked is None:
+                self._release(rows.indices(len(self._raw))[0] + low, high - low)
+        if picked is not None:
+            self._release(0, len(self._raw))
         return out
+
+    def _release(self, first_row: int, rows: int) -> None:
+        row = self._raw.shape[1]
+        self._file.release(self._tensor, first_row * row, (first_row + rows) * row)
 
 
 class GGUFSource:
@@ -92,7 +103,7 @@ class GGUFSource:
 
     def get(self, name: str) -> GGUFHandle:
         tensor = self._tensors[name]
-        return GGUFHandle(name, tensor, self._file.rows(tensor), row_order(self.spec, name))
+        return GGUFHandle(name, self._file, tensor, row_order(self.spec, name))
 
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())

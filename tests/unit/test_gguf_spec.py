@@ -348,3 +348,22 @@ def test_overrides_are_for_config_json(tmp_path):
     write(tmp_path / "m.gguf", "llama").close()
     with pytest.raises(ModelError, match=r"no config\.json to override"):
         read_spec(gguf_files("m", tmp_path / "m.gguf"), {"rope_theta": 1.0})
+
+
+@pytest.mark.model
+def test_gemma3_file(gemma3_gguf):
+    """A real file, as llama.cpp's converter wrote it: spec, and a tensor against the `gguf` package."""
+    source = open_source(gguf_files("gemma", gemma3_gguf))
+    spec = source.spec
+    assert (spec.layers, spec.hidden, spec.head_dim, spec.vocab) == (18, 640, 256, 262144)
+    assert spec.windows == (512, 512, 512, 512, 512, 0) * 3
+    assert (spec.scheme, spec.max_position, spec.tie_embeddings) == ("Q4_K_M", 32768, True)
+    assert {n: source.get(n).shape for n in source.names()} == tensor_shapes(spec)
+    with GGUFFile(str(gemma3_gguf)) as file:
+        stored = file.tensors["blk.3.ffn_down.weight"]
+        raw = np.frombuffer(file.rows(stored), np.uint8).reshape(640, -1)
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[stored.type.name])
+        del raw
+    ours = source.get("model.layers.3.mlp.down_proj.weight")
+    assert ours.scheme == stored.type.name
+    assert np.array_equal(ours.read(torch.float32).numpy(), expected)

