@@ -1,0 +1,1 @@
+"""A platform without a device: see the README."""
