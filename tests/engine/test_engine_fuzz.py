@@ -37,7 +37,7 @@ class Traffic:
     caching: bool = True
     policy: str = "fcfs"
     abort_share: float = 0.05
-    shared_prompt: float = 0.7  # share of requests that begin alike
+    shared_prompt: float = 0.8  # share of requests that have something in common with others
     script: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,10 +62,21 @@ class Traffic:
         self.steps = 0
         self.base = [self.rng.randrange(50) for _ in range(40)]
 
+    def make_prompt(self) -> list[int]:
+        """New, or a beginning that others share, or one that was there, or equal blocks behind unlike beginnings."""
+        rng = self.rng
+        kind = rng.random() / self.shared_prompt
+        if kind < 0.2 and self.requests:
+            return self.requests[rng.choice(list(self.requests))][0]
+        if kind < 0.4:
+            halves = [self.base[:4], self.base[4:8]]
+            return [token for half in rng.choices(halves, k=rng.randrange(1, 10)) for token in half]
+        shared = self.base[: rng.randrange(1, 40)] if kind < 1 else []
+        return shared + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
+
     def make_request(self, name: str) -> None:
         rng = self.rng
-        shared = self.base[: rng.randrange(1, 40)] if rng.random() < self.shared_prompt else []
-        prompt = shared + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
+        prompt = self.make_prompt()
         stops = (rng.randrange(50),) if rng.random() < 0.3 else ()
         params = SamplingParams(
             max_tokens=rng.randrange(1, 25), stop_token_ids=stops, min_tokens=rng.randrange(4)
