@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from headrace.engine.layers.rotary import inverse_frequencies
 from headrace.engine.models.registry import build_model
+from headrace.engine.models.spec import RopeSpec
 from headrace.engine.weights.source import ModelError
 from tests.engine.model_harness import Engine, StateSource, load_model, make_context
 from tests.engine.tiny_models import Tiny, make_tiny, prompt
@@ -69,6 +72,22 @@ def test_harmless_extras(llama: Tiny) -> None:
     tokens = prompt(20)
     engine = Engine(load_model(changed(llama, **extras)))
     torch.testing.assert_close(engine.run(engine.sequence(), tokens), llama.logits(tokens), **CLOSE)
+
+
+def test_rope_factors_of_a_file_are_used(tmp_path: Path) -> None:
+    """Llama 3.1 as GGUF files hold it: no scaling by name, but rope_freqs.weight with the factors."""
+    tiny = make_tiny("llama-llama3", tmp_path)
+    rope = tiny.source.spec.ropes[0]
+    scaled, _ = inverse_frequencies(rope, 8, 64)
+    plain, _ = inverse_frequencies(RopeSpec(rope.theta), 8, 64)
+    factors = plain / scaled
+    assert factors.max() > 2  # it matters
+    as_stored = RopeSpec(rope.theta, factors=tuple(factors.tolist()))
+    spec = replace(tiny.source.spec, ropes=(as_stored,))
+    source = StateSource(spec, {**tiny.source.state, "rope_freqs.weight": factors})
+    tokens = prompt(200)
+    engine = Engine(load_model(source))
+    torch.testing.assert_close(engine.run(engine.sequence(), tokens), tiny.logits(tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("head", ["absent", "equal", "unlike", "alone"])
@@ -135,7 +154,5 @@ def test_gemma3_with_a_vision_tower(prefix: str, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(llama: Tiny) -> None:
-    from dataclasses import replace
-
     with pytest.raises(ModelError, match="'t5' is not supported; supported: gemma2, gemma3, llama"):
         build_model(replace(llama.source.spec, architecture="t5"), make_context(), 16)
