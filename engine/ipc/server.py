@@ -48,7 +48,7 @@ class EngineServer:
     def _take_in(self) -> None:
         while True:
             try:
-                client, data = self.socket.recv_multipart(zmq.NOBLOCK)
+                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             if client not in self._clients:
@@ -56,7 +56,7 @@ class EngineServer:
                 if self._announced is not None:
                     self.send(client, self._announced)
             try:
-                self._inbox.append((client, to_engine_decoder.decode(data)))
+                self._inbox.append((client, to_engine_decoder.decode(b"".join(frames))))
             except msgspec.DecodeError as error:
                 logger.error("a message to the engine was dropped: %s", error)
 
