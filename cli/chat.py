@@ -16,6 +16,8 @@ from headrace.engine.config.flags import Given
 from headrace.engine.config.names import nearest
 
 PROMPT = "> "
+# Keeps small models from wandering off into unlikely tokens, whatever temperature the model asks for.
+START = {"min_p": 0.1}
 
 # What /set takes: the API's own names.
 SAMPLING: dict[str, Callable[[Any], Any]] = {
@@ -89,7 +91,7 @@ class Conversation:
 
 def run(model: str, url: str, key: str, system: str, given: Sequence[Given]) -> None:
     with connect(model, url, key, given) as (api, name):
-        conversation = Conversation(system)
+        conversation = Conversation(system, sampling=dict(START))
         print(f"{name} at your service. /help lists the commands, Ctrl-D leaves.", file=sys.stderr)
         for line in _lines():
             if not line.strip():

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.cli.devices import find_device
 from headrace.cli.errors import CliError
 from headrace.engine.config import env
 from headrace.engine.config.flags import Given
@@ -25,13 +24,18 @@ from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.device import DeviceInfo
-from headrace.platforms.platform import Default, Platform
+from headrace.platforms.platform import Default
+from headrace.platforms.probe import (
+    PlatformError,
+    ResolvedPlatform,
+    describe_device,
+    resolve_device,
+)
 from headrace.platforms.queries import SampleQuery
 from headrace.platforms.registry import (
     Candidate,
     Decision,
     Policy,
-    Registry,
     SelectionError,
     policy_problems,
     select,
@@ -47,10 +51,13 @@ class Plan:
     config: EngineConfig
     files: ModelFiles
     spec: ModelSpec
-    platform: Platform
-    device: DeviceInfo
+    found: ResolvedPlatform
     present: bool  # False: the device is described, not here
     warnings: tuple[str, ...]
+
+    @property
+    def device(self) -> DeviceInfo:
+        return self.found.device
 
     @property
     def kv_dtype(self) -> str:
@@ -85,20 +92,30 @@ def prepare(
 
     `progress(done, total, text)` is called while a model is downloaded. Raises CliError.
     """
-    platform, device, present = find_device(config.device.device, described)
     try:
+        name = config.device.device
+        found = describe_device(name) if described else resolve_device(name)
+        platform, device = found.platform, found.device
         files = resolve_model(config.model, progress)
         spec = read_spec(files, config.model.hf_overrides)
         proposals = platform.defaults(model_shape(spec), device)
         config = merge_defaults(config, proposals, f"platform {platform.name}")
-    except (ModelError, ConfigError) as error:
+    except (PlatformError, ModelError, ConfigError) as error:
         raise CliError(str(error)) from None
+    asked = config.model.max_model_len
+    if spec.max_position and asked > spec.max_position:
+        row = source_of(config, "model.max_model_len")
+        raise CliError(
+            f"{row.source if row else 'max_model_len'}: {asked} tokens are more than the model's context of "
+            f"{spec.max_position}; lower it"
+        )
     problems = platform.check(config, device)
     errors = [problem.text for problem in problems if problem.level == "error"]
     if errors:
         raise CliError(errors[0], details="\n".join(errors[1:]))
     warnings = tuple(problem.text for problem in problems if problem.level == "warning")
-    return Plan(config, files, spec, platform, device, present, warnings)
+    present = not described or name.partition(":")[2].isdigit() or ":" not in name
+    return Plan(config, files, spec, found, present, warnings)
 
 
 def decide(plan: Plan) -> list[Decision]:
@@ -111,7 +128,7 @@ def decide(plan: Plan) -> list[Decision]:
         only_verified=device.only_verified,
         self_test=device.self_test,
     )
-    registry = Registry.with_reference(plan.platform.implementations())
+    registry = plan.found.registry()
     problems = policy_problems(policy, registry)
     if problems:
         raise CliError(problems[0])

@@ -71,13 +71,16 @@ def serve_command(
 
 
 def wait_ready(where: Address, process: subprocess.Popen[bytes], timeout: float = 3600.0) -> None:
-    """Until /ready answers 200. A server that ends first has printed why: its exit code becomes ours."""
+    """Until /ready answers 200. A server that fails first has printed why: its exit code becomes ours."""
     deadline = time.monotonic() + timeout
     with client(where) as http:
         while time.monotonic() < deadline:
             code = process.poll()
+            if code is not None and code > 0:
+                raise SystemExit(code)
             if code is not None:
-                raise CliError("the server did not start (its reason is above)", code or RUNTIME)
+                how = f"was ended by signal {-code}" if code else "ended at once"
+                raise CliError(f"the server {how}; headrace serve shows more", RUNTIME)
             with contextlib.suppress(httpx.TransportError):
                 if http.get("/ready").status_code == 200:
                     return
