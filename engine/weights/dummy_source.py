@@ -11,7 +11,7 @@ import torch
 
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.layout import tensor_shapes
-from headrace.engine.weights.safetensors_source import no_blocks
+from headrace.engine.weights.mapped_tensor import no_blocks
 from headrace.engine.weights.source import ModelFiles
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import re
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.engine.weights.ggml_types import GGML_TYPES, READABLE, GGMLType
+from headrace.engine.weights.mapping import map_file, unmap
 from headrace.engine.weights.source import ModelError
 
 MAGIC = b"GGUF"
@@ -107,7 +107,7 @@ class GGUFPart:
     def __init__(self, path: str, index: int = 0):
         self.path = path
         self.name = os.path.basename(path)
-        self.data = _map(path)
+        self.data = map_file(path)
         try:
             self._parse(index)
         except (struct.error, IndexError, OverflowError):
@@ -169,9 +169,7 @@ class GGUFPart:
         )
 
     def close(self) -> None:
-        # BufferError: an array still looks at the map; it is unmapped with the last of them
-        with contextlib.suppress(BufferError):
-            self.data.close()
+        unmap(self.data)
 
 
 class GGUFFile:
@@ -198,16 +196,6 @@ class GGUFFile:
         """The stored bytes of a tensor, not copied."""
         view = memoryview(self.parts[tensor.part].data)
         return view[tensor.offset : tensor.offset + tensor.nbytes]
-
-    def release(self, tensor: GGUFTensor, start: int, stop: int) -> None:
-        """Takes bytes start to stop of a tensor out of this process's memory.
-
-        The system keeps them cached, and reading them again brings them back.
-        """
-        first = -(-(tensor.offset + start) // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = tensor.offset + stop - first
-        if length > 0:
-            self.parts[tensor.part].data.madvise(mmap.MADV_DONTNEED, first, length)
 
     def refuse_unreadable(self) -> None:
         """ModelError that lists every tensor type this engine cannot read."""
@@ -304,18 +292,6 @@ def _refuse_joined(part: GGUFPart) -> None:
             f"{part.path} is several GGUF files joined one behind the other; give the first part with the other "
             "parts beside it as they were downloaded, or join them with `llama-gguf-split --merge`"
         )
-
-
-def _map(path: str) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; give the path of a .gguf file") from None
-    except ValueError:
-        raise ModelError(f"{path} is empty; download it again") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _check_magic(path: str, data: mmap.mmap) -> None:

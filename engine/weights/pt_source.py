@@ -4,12 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.engine.models.spec import ModelSpec
+from headrace.engine.weights.mapped_tensor import no_blocks
 from headrace.engine.weights.safetensors_files import read_index
-from headrace.engine.weights.safetensors_source import PlainHandle
 from headrace.engine.weights.source import ModelError, ModelFiles
+
+
+class TorchTensor:
+    """One stored tensor; see TensorHandle."""
+
+    def __init__(self, name: str, tensor: torch.Tensor):
+        self.name, self.shape = name, tuple(tensor.shape)
+        self.scheme = str(tensor.dtype).removeprefix("torch.")
+        self._tensor = tensor
+
+    def read(
+        self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
+    ) -> torch.Tensor:
+        part = self._tensor if rows is None else self._tensor[rows]
+        part = part if cols is None else part[:, cols]
+        # The copy leaves the file: a file that is replaced later changes nothing here.
+        return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def blocks(self, rows: slice | None = None) -> NDArray[np.uint8]:
+        raise no_blocks(self.name, self.scheme)
 
 
 class TorchSource:
@@ -36,11 +58,8 @@ class TorchSource:
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
 
-    def get(self, name: str) -> PlainHandle:
-        tensor = self._tensors[name]
-        return PlainHandle(
-            name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor
-        )
+    def get(self, name: str) -> TorchTensor:
+        return TorchTensor(name, self._tensors[name])
 
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())

@@ -42,6 +42,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # the format's own name: "BF16"
     path: str
+    offset: int  # bytes from the start of the file
     nbytes: int
 
 
@@ -57,19 +58,21 @@ def read_header(path: str) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         entries = {
-            name: _entry(path, name, e) for name, e in header.items() if name != "__metadata__"
+            name: _entry(path, name, e, 8 + length)
+            for name, e in header.items()
+            if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(
             f"{path} is no complete safetensors file ({_what(path)}); download it again"
         ) from None
-    needed = 8 + length + max((end for _, end in entries.values()), default=0)
+    needed = max((t.offset + t.nbytes for t in entries.values()), default=8 + length)
     if size < needed:
-        short = [t.name for t, end in entries.values() if 8 + length + end > size]
+        short = [t.name for t in entries.values() if t.offset + t.nbytes > size]
         raise ModelError(
             f"{path} is cut short: it has {size:,} bytes but needs {needed:,} for {', '.join(short)}; download it again"
         )
-    return {name: tensor for name, (tensor, _) in entries.items()}
+    return entries
 
 
 def read_shards(paths: Sequence[str], index: str) -> dict[str, StoredTensor]:
@@ -153,14 +156,16 @@ def refuse_types(tensors: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _entry(path: str, name: str, entry: Any) -> tuple[StoredTensor, int]:
-    """A header entry as (tensor, end of its data). ValueError and its like when it contradicts itself."""
+def _entry(path: str, name: str, entry: Any, data: int) -> StoredTensor:
+    """A header entry; `data` is where the file's data begins. ValueError and its like when it contradicts itself."""
     dtype, (begin, end) = str(entry["dtype"]), entry["data_offsets"]
-    sizes = tuple(int(n) for n in entry["shape"])
+    shape = tuple(int(n) for n in entry["shape"])
     size = _SIZES.get(dtype)
-    if not 0 <= begin <= end or (size and end - begin != math.prod(sizes) * size):
+    if not 0 <= begin <= end or min(shape, default=0) < 0:
         raise ValueError(name)
-    return StoredTensor(name, sizes, dtype, path, end - begin), end
+    if size and end - begin != math.prod(shape) * size:
+        raise ValueError(name)
+    return StoredTensor(name, shape, dtype, path, data + begin, end - begin)
 
 
 def _what(path: str) -> str:

@@ -13,7 +13,8 @@ from headrace.engine.weights import dequant
 from headrace.engine.weights.dequant import dequantize_array
 from headrace.engine.weights.ggml_types import READABLE
 from headrace.engine.weights.gguf import GGUFFile
-from headrace.engine.weights.gguf_source import GGUFHandle, GGUFSource
+from headrace.engine.weights.gguf_source import GGUFSource
+from headrace.engine.weights.mapped_tensor import MappedTensor
 from headrace.engine.weights.source import ModelFiles
 
 BLOCK_TYPES = [name for name in READABLE if name not in ("F32", "F16", "BF16")]
@@ -64,7 +65,15 @@ def test_special_values_are_those_of_the_gguf_package(name):
     assert np.array_equal(ours[real].view(np.uint32), theirs[real].view(np.uint32))
 
 
-def handle(tmp_path, name: str, rows: int, cols: int, order=None) -> tuple[GGUFHandle, np.ndarray]:
+def mapped(file: GGUFFile, order=None) -> MappedTensor:
+    stored = file.tensors["t"]
+    data = file.parts[stored.part].data
+    return MappedTensor("t", stored.shape, stored.type, data, stored.offset, order)
+
+
+def handle(
+    tmp_path, name: str, rows: int, cols: int, order=None
+) -> tuple[MappedTensor, np.ndarray]:
     """A stored matrix of one type and its values."""
     kind = dequant.READABLE[name]
     if name in BLOCK_TYPES:
@@ -80,7 +89,7 @@ def handle(tmp_path, name: str, rows: int, cols: int, order=None) -> tuple[GGUFH
     writer.close()
     file = GGUFFile(str(tmp_path / "m.gguf"))
     values = reference(name, raw).reshape(rows, cols)
-    return GGUFHandle("t", file, file.tensors["t"], order), values
+    return mapped(file, order), values
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
@@ -92,7 +101,14 @@ def test_shards_are_slices_of_the_whole(tmp_path, name, reordered):
     whole = torch.from_numpy(values if order is None else values[order])
     assert torch.equal(stored.read(torch.float32), whole)
     # Columns on block bounds and off them, as tensor parallelism may ask.
-    for part in (slice(0, 256), slice(256, 512), slice(100, 391), slice(511, 512), slice(9, 9), None):
+    for part in (
+        slice(0, 256),
+        slice(256, 512),
+        slice(100, 391),
+        slice(511, 512),
+        slice(9, 9),
+        None,
+    ):
         for lines in (slice(0, 48), slice(48, 96), slice(5, 6), slice(3, 3), None):
             got = stored.read(torch.float32, lines, part)
             assert got.is_contiguous()
@@ -119,7 +135,7 @@ def test_vectors_are_cut_by_rows(tmp_path):
     file = GGUFFile(str(tmp_path / "m.gguf"))
     order = np.random.default_rng(1).permutation(64)
     for chosen in (None, order):
-        stored = GGUFHandle("t", file, file.tensors["t"], chosen)
+        stored = mapped(file, chosen)
         whole = values if chosen is None else values[chosen]
         assert stored.shape == (64,)
         assert stored.read(torch.float32).tolist() == whole.tolist()

@@ -87,6 +87,7 @@ def check_values(folder: Path) -> None:
             part = handle.read(torch.float32, slice(8, 24), slice(16, 32))
             assert torch.equal(part, whole[8:24, 16:32]) and part.is_contiguous()
             assert torch.equal(handle.read(torch.float32, None, slice(3, 5)), whole[:, 3:5])
+        assert torch.equal(handle.read(torch.float32), whole)  # once more, after it was released
         with pytest.raises(ModelError, match="not quantized blocks"):
             handle.blocks()
     with pytest.raises(KeyError):
@@ -138,6 +139,24 @@ def test_float16_checkpoint_in_other_dtypes(tmp_path):
     assert handle.scheme == "float16"
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(handle.read(dtype), whole.to(dtype))
+
+
+def test_float64_and_other_tensors(tmp_path):
+    write_config(tmp_path)
+    odd = {
+        "a": torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4),
+        "b": torch.arange(3),
+        "c": torch.tensor(2.5),
+        "d": torch.zeros(0, 4),
+    }
+    save_file(odd, tmp_path / "model.safetensors")
+    source = open_source(files_at("m", tmp_path))
+    assert torch.equal(source.get("a").read(torch.float32), odd["a"].float())
+    assert torch.equal(source.get("a").read(torch.float64, None, slice(1, 3)), odd["a"][:, 1:3])
+    assert source.get("c").read(torch.float32).item() == 2.5
+    assert source.get("d").read(torch.float32).shape == (0, 4)
+    with pytest.raises(ModelError, match="b is stored as I64"):
+        source.get("b")
 
 
 def test_mixed_dtypes_count_as_the_widest(tmp_path):
