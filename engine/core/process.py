@@ -102,19 +102,20 @@ def main(argv: list[str] | None = None) -> int:
     signals = _Signals()
     try:
         boot = read_boot(arguments.boot_fd)
+        level = logging.getLevelName(boot.config.server.log_level.upper())
+        logging.basicConfig(
+            level=level if isinstance(level, int) else logging.INFO,
+            format="%(asctime)s %(levelname)s engine: %(message)s",
+            stream=sys.stderr,
+        )
+        threading.Thread(target=_end_with_parent, args=(arguments.boot_fd,), daemon=True).start()
+        server = EngineServer(boot.address)
+        try:
+            return _run(boot, server, signals)
+        finally:
+            server.close()
     except (_Stopped, EOFError):
         return 0
-    logging.basicConfig(
-        level=boot.config.server.log_level.upper(),
-        format="%(asctime)s %(levelname)s engine: %(message)s",
-        stream=sys.stderr,
-    )
-    threading.Thread(target=_end_with_parent, args=(arguments.boot_fd,), daemon=True).start()
-    server = EngineServer(boot.address)
-    try:
-        return _run(boot, server, signals)
-    finally:
-        server.close()
 
 
 if __name__ == "__main__":

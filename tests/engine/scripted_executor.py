@@ -290,6 +290,11 @@ class ScriptedExecutor:
     def fileno(self) -> int:
         return self._read_fd
 
+    def lose_worker(self, text: str) -> None:
+        """From now on `poll` raises: a worker has died, with or without steps in flight."""
+        self._results.put(WorkerFailed(text))
+        os.write(self._write_fd, b"x")
+
     def call(self, method: str, *args: Any) -> Any:
         self.calls.append((method, args))
         if method == self.script.fail_call:
