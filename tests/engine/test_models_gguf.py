@@ -19,7 +19,7 @@ from headrace.engine.weights.sources import open_source, resolve_model
 from tests.engine.model_harness import Engine, load_model
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # "The capital of France is"; "Once upon a time, in a small village by the sea, there lived"; "List three
 # colours:\n1. red\n2."; a German sentence
