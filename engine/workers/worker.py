@@ -17,11 +17,11 @@ from headrace.engine.models.registry import build_model
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
-from headrace.engine.workers.platform import platform_named
 from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.kv_layout import KVPlan
 from headrace.platforms.ops import Ops
+from headrace.platforms.probe import load_platform
 from headrace.platforms.queries import SampleQuery
 from headrace.platforms.registry import Policy, Registry
 
@@ -56,7 +56,7 @@ class Worker:
         """The device, its collectives, and the ops to choose from."""
         setup, device = self.setup, self.setup.device
         self._report("open", 0, 0, device.spec)
-        platform = platform_named(device.platform)
+        platform = load_platform(device.platform)
         threads = setup.config.device.threads
         self._device = dataclasses.replace(device, units=threads) if threads else device
         self._runtime = platform.open(self._device)
