@@ -104,7 +104,14 @@ def launch_engine(
     child = child_environment(**{"PYTHONSAFEPATH": "1", **wanted, **(environment or {})})
     command = [sys.executable, "-m", "headrace.engine.core.process", "--boot-fd", str(read_fd)]
     try:
-        popen = subprocess.Popen(command, env=child, pass_fds=(read_fd,), stdin=subprocess.DEVNULL)
+        # A session of its own: a terminal's Ctrl-C is for the API process, even before the engine could ignore it.
+        popen = subprocess.Popen(
+            command,
+            env=child,
+            pass_fds=(read_fd,),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     except OSError:
         os.close(write_fd)
         shutil.rmtree(folder, ignore_errors=True)
