@@ -18,8 +18,8 @@ from headrace.engine.config.settings import EngineConfig
 from headrace.engine.core.boot import Boot, write_boot
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import ModelFiles
-from headrace.engine.workers.platform import platform_named
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.probe import load_platform
 
 # Unix socket paths end at 107 bytes; a longer temporary folder gives way to /tmp.
 _MAX_FOLDER = 80
@@ -132,7 +132,7 @@ def _worker_environment(config: EngineConfig, device: DeviceInfo) -> Mapping[str
         return {}
     if settings.threads:
         device = dataclasses.replace(device, units=settings.threads)
-    return platform_named(device.platform).worker_env(device, 0, 1)
+    return load_platform(device.platform).worker_env(device, 0, 1)
 
 
 def _clean_up(folder: str, boot_fd: int) -> None:
