@@ -16,7 +16,6 @@ pytestmark = pytest.mark.model
 ALPHABET = "A B C D E F G H I J K L M"
 CHATS = [
     "Say hello.",
-    "Count from one to ten.",
     "What is the capital of France? Answer in one word.",
     "Schreib einen kurzen Satz mit ä, ö und ü.",
     "List three emoji: ",
@@ -46,7 +45,7 @@ def test_chat_stream_equals_whole(
     smollm2: ModelServer, prompt: str, sampling: dict[str, Any]
 ) -> None:
     create = smollm2.client.chat.completions.create
-    fields = {"model": smollm2.model, "messages": user(prompt), "max_tokens": 24, **sampling}
+    fields = {"model": smollm2.model, "messages": user(prompt), "max_tokens": 16, **sampling}
     whole = create(**fields)
     parts = list(create(stream=True, stream_options={"include_usage": True}, **fields))
     text = "".join(c.choices[0].delta.content or "" for c in parts if c.choices)
@@ -59,7 +58,7 @@ def test_chat_stream_equals_whole(
 
 def test_answers_sensibly(smollm2: ModelServer) -> None:
     answer = smollm2.client.chat.completions.create(
-        model=smollm2.model, messages=user(CHATS[2]), temperature=0, max_tokens=16
+        model=smollm2.model, messages=user(CHATS[1]), temperature=0, max_tokens=16
     )
     assert "Paris" in answer.choices[0].message.content
 
@@ -97,17 +96,21 @@ def test_case_31_context_length(smollm2: ModelServer) -> None:
         assert str(length) in str(caught.value) and str(smollm2.context) in str(caught.value)
 
 
-@pytest.mark.slow
 def test_case_32_more_than_the_cache_holds(smollm2: ModelServer) -> None:
-    def one(at: int) -> tuple[str, str]:
-        fields: dict[str, Any] = {"max_tokens": 290, "extra_body": {"ignore_eos": True}}
-        choice = complete(smollm2, f"{at}: {ALPHABET}", **fields).choices[0]
-        return choice.text, choice.finish_reason
+    """Four requests of more than a quarter of the cache each: some wait or are preempted, none is harmed."""
+    sentence = "The quick brown fox jumps over the lazy dog. " * 28
+
+    def one(at: int) -> tuple[str, int, str]:
+        extra = {"ignore_eos": True, "cache_salt": str(at)}
+        answer = complete(smollm2, sentence, extra_body=extra)
+        assert answer.usage.prompt_tokens > 256
+        choice = answer.choices[0]
+        return choice.text, answer.usage.completion_tokens, choice.finish_reason
 
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(one, range(4)))
-    assert together == [one(at) for at in range(4)]
-    assert {reason for _, reason in together} == {"length"}
+    assert together == [one(9)] * 4
+    assert together[0][1:] == (16, "length")
 
 
 @pytest.mark.parametrize("prompt", [ALPHABET, "Ünïcödé 😀 text", [1, 2, 3]])
@@ -118,7 +121,10 @@ def test_case_33_echo_with_logprobs(smollm2: ModelServer, prompt: Any) -> None:
     assert len(logprobs.tokens) == whole.usage.prompt_tokens + 3
     assert logprobs.token_logprobs[0] is None and None not in logprobs.token_logprobs[1:]
     assert logprobs.text_offset == sorted(logprobs.text_offset)
-    assert all(len(top) >= 2 for top in logprobs.top_logprobs[1:])
+    for token, value, top in list(
+        zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    )[1:]:
+        assert top[token] == value and len(top) <= 3  # fewer where texts are equal
     parts = [c.choices[0] for c in complete(smollm2, prompt, stream=True, **fields)]
     assert "".join(part.text for part in parts) == whole.choices[0].text
     for name in ("tokens", "text_offset"):
@@ -153,10 +159,10 @@ def test_case_46_49_chat_logprobs(smollm2: ModelServer) -> None:
         assert entry.logprob == values[0]  # greedy
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_case_59_hot_text_streams_as_it_is(smollm2: ModelServer, seed: int) -> None:
     """High temperatures bring byte tokens in any order."""
-    fields: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_tokens": 40}
+    fields: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_tokens": 24}
     whole = complete(smollm2, "😀 你好", **fields)
     text, reason = streamed(smollm2, "😀 你好", **fields)
     assert (text, reason) == (whole.choices[0].text, whole.choices[0].finish_reason)
@@ -180,7 +186,7 @@ def test_case_88_bos_once(smollm2: ModelServer) -> None:
 
 
 def test_case_95_disconnect_frees_everything(smollm2: ModelServer) -> None:
-    body = {"prompt": ALPHABET, "max_tokens": 450, "ignore_eos": True, "stream": True}
+    body = {"prompt": ALPHABET, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with smollm2.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         for _ in range(3):
