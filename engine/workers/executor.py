@@ -8,8 +8,8 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from headrace.engine.workers.links import Link, LinkDown, ProcessLink, ThreadLin
 from headrace.engine.workers.messages import Call, Failed, Hello, Reply, Setup
 from headrace.engine.workers.messages import Progress as ProgressMessage
 from headrace.platforms.kv_layout import KVPlan
+
+T = TypeVar("T")
 
 # Seconds without any news after which a phase, or a step, counts as hung.
 STALL_S: Mapping[str, float] = {
@@ -65,6 +67,8 @@ class _LinkedExecutor:
             link = self._connect(setup)
             self._links.append(link)
             self._selector.register(link, selectors.EVENT_READ, link)
+        for link in self._links:
+            self._reach(link, link.begin)
         self._progress = progress
         for phase in ("open", "load"):
             self._call_all(phase)
@@ -119,10 +123,13 @@ class _LinkedExecutor:
 
     def _send(self, message: StepPlan | Call) -> None:
         for link in self._links:
-            try:
-                link.send(message)
-            except LinkDown as error:
-                self._fail(f"worker {link.rank} died: {error}")
+            self._reach(link, link.send, message)
+
+    def _reach(self, link: Link, action: Callable[..., T], *args: Any) -> T:
+        try:
+            return action(*args)
+        except LinkDown as error:
+            self._fail(f"worker {link.rank} died: {error}")
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Every rank's answer, in rank order. A phase that fails on one rank fails at once: others may wait for it."""
@@ -159,10 +166,7 @@ class _LinkedExecutor:
         return bool(ready)
 
     def _take(self, link: Link) -> None:
-        try:
-            message = link.receive()
-        except LinkDown as error:
-            self._fail(f"worker {link.rank} died: {error}")
+        message = self._reach(link, link.receive)
         self._heard = time.monotonic()
         if isinstance(message, StepResult):
             self._flight.popleft()

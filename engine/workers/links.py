@@ -44,6 +44,10 @@ class Link(ABC):
     rank: int
 
     @abstractmethod
+    def begin(self) -> None:
+        """Hand over the setup. LinkDown."""
+
+    @abstractmethod
     def send(self, message: StepPlan | Call | Close) -> None:
         """Does not wait for the worker. LinkDown."""
 
@@ -70,6 +74,8 @@ class ThreadLink(Link):
         self._thread = threading.Thread(
             target=self._main, args=(setup,), name="headrace-worker", daemon=True
         )
+
+    def begin(self) -> None:
         self._thread.start()
 
     def _main(self, setup: Setup) -> None:
@@ -97,8 +103,9 @@ class ThreadLink(Link):
 
     def close(self, orderly: bool) -> None:
         """A thread cannot be killed: one that hangs is left to the end of the process, with its pipe."""
-        self._commands.put(Close())
-        self._thread.join(_GRACE_S)
+        if self._thread.ident is not None:
+            self._commands.put(Close())
+            self._thread.join(_GRACE_S)
         if self._thread.is_alive():
             log.warning("the worker thread does not end; it is left behind")
             return
@@ -111,6 +118,7 @@ class ProcessLink(Link):
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.rank = setup.rank
+        self._setup = setup
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -127,7 +135,9 @@ class ProcessLink(Link):
             target=self._read_stderr, args=(self._process.stderr,), daemon=True
         )
         self._drain.start()
-        self.send(setup)
+
+    def begin(self) -> None:
+        self.send(self._setup)
 
     def _read_stderr(self, stream: IO[bytes]) -> None:
         with stream:

@@ -52,7 +52,11 @@ class Truth:
         ):
             assert (got.reason, got.error) == ("length", "")
             if got.tokens != want:
-                at = next(i for i, pair in enumerate(zip(got.tokens, want)) if len(set(pair)) > 1)
+                at = next(
+                    i
+                    for i, pair in enumerate(zip(got.tokens, want, strict=True))
+                    if len(set(pair)) > 1
+                )
                 gap = self._gap(own + want[:at], params, got.tokens[at], want[at])
                 assert gap < TIE, f"prompt of {len(own)}: token {at} differs, gap {gap:.2g}"
                 ties += 1
