@@ -12,13 +12,14 @@ import msgspec
 
 from headrace.engine.config.settings import CacheSettings, EngineConfig
 from headrace.engine.core.boot import Boot
-from headrace.engine.core.executor import Executor, Progress, WorkerInfo
+from headrace.engine.core.executor import Executor, Progress, WorkerFailed, WorkerInfo
 from headrace.engine.ipc.messages import EngineProgress, EngineReady
 from headrace.engine.kv_cache.cache import KVCache
 from headrace.engine.kv_cache.plan import choose_context, make_kv_plan
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.scheduler.scheduler import Scheduler
 from headrace.platforms.kv_layout import KVPlan
+from headrace.platforms.probe import PlatformError
 
 # Tokens a step when neither the user nor the platform says: enough to keep a device busy in prefill.
 DEFAULT_STEP_TOKENS = 2048
@@ -75,11 +76,17 @@ def with_step_tokens(config: EngineConfig) -> EngineConfig:
 
 
 def make_executor(boot: Boot, config: EngineConfig, spec: ModelSpec) -> Executor:
-    """The workers' executor, from the factory named in `boot` or the real one. Imported here: it may bring torch."""
+    """The workers' executor, from the factory named in `boot` or the real one. Imported here: it may bring torch.
+
+    WorkerFailed when the settings cannot be carried out on these devices.
+    """
     path = boot.executor or "headrace.engine.workers.start:make_executor"
     module, _, name = path.partition(":")
     factory = getattr(importlib.import_module(module), name)
-    return cast(Executor, factory(config, boot.files, spec, boot.device))
+    try:
+        return cast(Executor, factory(config, boot.files, spec, boot.device))
+    except (ValueError, PlatformError) as error:  # a sentence about the settings or the platform
+        raise WorkerFailed(str(error)) from error
 
 
 def kv_budget(settings: CacheSettings, info: WorkerInfo) -> int:

@@ -93,7 +93,7 @@ def launch_engine(
     """Start the engine process for a model and a device; returns at once. Standard error is inherited.
 
     `spec` saves reading the files again. `executor` names another factory of workers, "module:function".
-    `environment` is put over this process's own and over what the platform wants. ValueError when the device's
+    `environment` is put over this process's own and over what the platform wants. PlatformError when the device's
     platform is not installed.
     """
     wanted = {} if executor else _worker_environment(config, device)
