@@ -1,0 +1,40 @@
+"""The device under test: the one that is here, opened once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.ops import Ops
+from headrace.platforms.registry import Policy, Registry
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Iterator[DeviceRuntime]:
+    threads = torch.get_num_threads()
+    platform = CpuPlatform()
+    opened = platform.open(platform.probe()[0])
+    # two threads, so that what is divided among threads is tested; few, since tests share the machine
+    torch.set_num_threads(min(2, opened.info.units))
+    yield opened
+    opened.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    return Registry.with_reference(CpuPlatform().implementations())
+
+
+@pytest.fixture
+def bind(runtime: DeviceRuntime, registry: Registry):
+    """bind(op, query, implementation): exactly that one, or SelectionError."""
+
+    def bind(op: str, query: object, name: str) -> object:
+        return Ops(registry, runtime.info, runtime, Policy(force={op: name})).bind(op, query)
+
+    return bind
