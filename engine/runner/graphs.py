@@ -34,11 +34,25 @@ class StaticBuffers:
         return tensor
 
 
-@dataclass(slots=True)
-class _Captured:
-    graph: Graph
-    step: StepContext  # what the body reads; its plans are renewed before every replay
-    buffers: list[StaticBuffers]  # one for each of the model's plan keys
+class _Body:
+    """What is captured: the model over inputs of fixed address. Its result stays where the capture put it."""
+
+    def __init__(self, model: Model, step: StepInputs, device: torch.device) -> None:
+        self._model = model
+        self._token_ids, self._positions = step.token_ids, step.positions
+        self._context = StepContext()
+        self._buffers = [StaticBuffers(device) for _ in model.plan_keys]
+        self.hidden = torch.empty(0)
+
+    def plan(self, step: StepInputs) -> None:
+        """The attention plans of this step: before every replay, never inside a capture."""
+        self._context.plans = [
+            impl.plan(step.view, group, static)
+            for (impl, group), static in zip(self._model.plan_keys, self._buffers, strict=True)
+        ]
+
+    def __call__(self) -> None:
+        self.hidden = self._model.forward(self._token_ids, self._positions, self._context)
 
 
 @dataclass(slots=True)
@@ -48,8 +62,8 @@ class DecodeGraphs:
     model: Model
     runtime: DeviceRuntime
     static: StaticInputs
-    hidden: torch.Tensor  # [N, hidden]: where every body leaves its result
-    _captured: dict[int, _Captured] = field(default_factory=dict)
+    warm: bool  # run a body once before it is captured: kernels are then loaded and tuned outside of the capture
+    _captured: dict[int, tuple[Graph, _Body]] = field(default_factory=dict)
 
     def bucket(self, num_reqs: int) -> int:
         """The smallest captured size that holds the step; 0 = none."""
@@ -63,54 +77,44 @@ class DecodeGraphs:
     ) -> None:
         """`inputs(size)` builds a dummy step. Largest first: smaller graphs then fit the pool that it made."""
         backend = self.runtime.graphs()
-        order = sorted(sizes, reverse=True)
         with backend.session():
-            for done, size in enumerate(order):
-                progress(done, len(order), f"graph of {size} requests")
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                progress(done, len(sizes), f"graph of {size} requests")
                 step = inputs(size)
-                context = StepContext()
-                buffers = [StaticBuffers(self.runtime.device) for _ in self.model.plan_keys]
-                body = self._body(size, step, context)
-                for _ in range(2):  # kernels are loaded and tuned outside of the capture
-                    self._plan(step, context, buffers)
+                body = _Body(self.model, step, self.runtime.device)
+                if self.warm:
+                    body.plan(step)
                     body()
-                self._plan(step, context, buffers)
-                graph = backend.capture(GraphKey("decode", size, size), body, step.view.host_args())
-                self._captured[size] = _Captured(graph, context, buffers)
+                body.plan(step)
+                key = GraphKey("decode", size, size)
+                self._captured[size] = backend.capture(key, body, step.view.host_args()), body
 
     def replay(self, size: int, step: StepInputs) -> torch.Tensor:
-        """Hidden states [size, hidden] of a step that was padded to `size`."""
-        captured = self._captured[size]
-        self._plan(step, captured.step, captured.buffers)
-        captured.graph.replay(step.view.host_args())
-        return self.hidden[:size]
+        """Hidden states [size, hidden] of a step padded to `size`; valid until the next replay."""
+        graph, body = self._captured[size]
+        body.plan(step)
+        graph.replay(step.view.host_args())
+        return body.hidden
 
     def release(self) -> None:
-        for captured in self._captured.values():
-            captured.graph.release()
+        for graph, _ in self._captured.values():
+            graph.release()
         self._captured.clear()
-
-    def _plan(self, step: StepInputs, context: StepContext, buffers: list[StaticBuffers]) -> None:
-        context.plans = [
-            impl.plan(step.view, group, static)
-            for (impl, group), static in zip(self.model.plan_keys, buffers, strict=True)
-        ]
-
-    def _body(self, size: int, step: StepInputs, context: StepContext) -> Callable[[], None]:
-        token_ids, positions, out = step.token_ids, step.positions, self.hidden[:size]
-
-        def body() -> None:
-            out.copy_(self.model.forward(token_ids, positions, context))
-
-        return body
 
 
 def bucket_sizes(
     model: Model, collectives: Collectives, traits: GraphTraits, max_reqs: int
 ) -> list[int]:
-    """Powers of two up to the largest batch; none when a part of the step cannot be captured."""
+    """1, 2, 4, 8, 12, 16, 24, 32, ... up to the largest batch; none when a part of the step cannot be captured.
+
+    A step is padded to the next size, by a third at most from 8 on: padding is computed like anything else.
+    """
     support = min((impl.graph for impl in model.attention_impls), default=GraphSupport.NEVER)
     if support == GraphSupport.NEVER or not collectives.capture_safe:
         return []
-    sizes = [1 << power for power in range((max_reqs - 1).bit_length() + 1)]
+    powers = [1 << power for power in range((max_reqs - 1).bit_length() + 1)]
+    between = [power + power // 2 for power in powers if 8 <= power < max_reqs]
+    sizes = sorted(powers + between)
+    enough = next(i for i, size in enumerate(sizes) if size >= max_reqs)
+    sizes = sizes[: enough + 1]
     return sizes[: traits.max_graphs] if traits.max_graphs is not None else sizes

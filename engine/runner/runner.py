@@ -99,13 +99,11 @@ class Runner:
         runtime: DeviceRuntime,
         collectives: Collectives,
         limits: RunnerLimits,
-        dtype: torch.dtype,
     ) -> None:
         self.model = model
         self.runtime = runtime
         self.limits = limits
         self._collectives = collectives
-        self._dtype = dtype
         self._stream = runtime.stream()
         self._transfers = Transfers(runtime)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, runtime, self._transfers)
@@ -270,8 +268,7 @@ class Runner:
                 for table in self.rows.tables
             ],
         )
-        hidden = torch.zeros((most, self.model.spec.hidden), dtype=self._dtype, device=device)
-        graphs = DecodeGraphs(self.model, self.runtime, static, hidden)
+        graphs = DecodeGraphs(self.model, self.runtime, static, warm=self._stream is not None)
         builder = self._builder
 
         def inputs(size: int) -> StepInputs:

@@ -96,7 +96,7 @@ class Worker:
         finally:
             source.close()
         self._model: Model = model
-        self._runner = Runner(model, sample, self._runtime, self._collectives, limits, dtype)
+        self._runner = Runner(model, sample, self._runtime, self._collectives, limits)
 
     def measure(self) -> dict[str, Any]:
         """What the largest step takes; WorkerInfo as plain data."""

@@ -1,4 +1,4 @@
-"""Several CPU processes give the tokens of one: sharded heads, replicated key/value heads, a vocabulary that does not divide."""
+"""Several CPU processes give the tokens of one: shared-out heads, replicated ones, a vocabulary that does not divide."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     with LocalEngine(tmp_path, tensor_parallel_size=2) as engine:
         first, second = (link._process for link in engine.executor._links)  # type: ignore[attr-defined]
         os.kill(second.pid, signal.SIGKILL)
-        with pytest.raises(WorkerFailed, match="worker 1 died: .*SIGKILL|worker 0: a step failed"):
+        with pytest.raises(WorkerFailed, match=r"worker 1 died: .*SIGKILL|worker 0: a step failed"):
             engine.run(PROMPTS, PARAMS)
         assert first.returncode is not None and second.returncode is not None
 
