@@ -65,3 +65,10 @@ class PagedAttention(ABC):
         `sinks` [Hq] float32: an extra logit of each head that takes probability and has no value. Tokens from the
         batch's `num_tokens` on are padding; their rows of the result are finite but mean nothing.
         """
+
+    def canonical(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The caches as plain [P, Hkv, S, D]: what blocks are when they leave the device. A copy where the
+        implementation packs them in an order of its own (KVFormat.packing)."""
+        return k_cache, v_cache

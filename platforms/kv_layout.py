@@ -40,6 +40,9 @@ class KVFormat:
     multiple_of: int = 1
     preference: int = 0  # higher is better
     preferred_block_size: int = 32
+    # "" = plain elements in the layout's order; else the implementation's own order within each (block, head) run of
+    # S x D elements, by a name that others must share to read it
+    packing: str = ""
 
     def accepts(self, block_size: int) -> bool:
         if self.block_sizes:
@@ -68,6 +71,7 @@ class KVPlan:
     dtype: str
     groups: tuple[KVGroup, ...]
     reasons: tuple[str, ...] = ()
+    packing: str = ""
 
     @property
     def total_bytes(self) -> int:

@@ -214,7 +214,8 @@ class Ops:
 
     def _make(self, contract: OpContract, row: Implementation, query: Any) -> Any:
         target = row.load()
-        return target(query, self.runtime) if contract.kind == "class" else target
+        made = contract.kind == "class" or row.per_query
+        return target(query, self.runtime) if made else target
 
     def _self_test(self, contract: OpContract, row: Implementation, query: Any) -> SelfTest:
         rows = {candidate.name: candidate for candidate in self.registry.candidates(row.op)}

@@ -17,6 +17,7 @@ class LinearQuery:
     dtype: str  # of x and y
     scheme: str = ""  # "" = same as dtype
     bias: bool = False
+    out_dtype: str = ""  # of y; "" = dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class EmbeddingQuery:
     hidden: int
     dtype: str
     scheme: str = ""
+    scale: float = 1.0  # rows are multiplied by it
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class Implementation:
     requires: tuple[Requirement, ...] = ()
     supports: Callable[[Any, DeviceInfo], Verdict] = always
     source: str = "built-in"  # platform or plugin that brought it
+    per_query: bool = False  # a function op whose target is called as `target(query, runtime)` to make the function
 
     def load(self) -> Any:
         """First point that may import vendor libraries."""

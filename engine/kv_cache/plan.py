@@ -49,6 +49,7 @@ class _Shape:
 @dataclass(frozen=True, slots=True)
 class _Format:
     layout: Layout
+    packing: str
     block_size: int
     reason: str
 
@@ -160,7 +161,7 @@ def make_kv_plan(
             f"{len(group.layers)} layers with {kind}: {group.num_blocks} blocks, "
             f"{format_bytes(group.num_blocks * group.bytes_per_block)}"
         )
-    return KVPlan(chosen.layout, size, dtypes[0], groups, tuple(reasons))
+    return KVPlan(chosen.layout, size, dtypes[0], groups, tuple(reasons), chosen.packing)
 
 
 def _shapes(kv_specs: Sequence[KVSpec], block_size: int) -> list[_Shape]:
@@ -243,8 +244,11 @@ def _longest(limit: int, fits: Callable[[int], bool]) -> int:
 def _resolve_format(kv_formats: Sequence[Sequence[KVFormat]], requested: int) -> _Format:
     """The layout and block size that all layers accept and like best together."""
     best: tuple[tuple[int, int, int], _Format] | None = None
-    for layout in dict.fromkeys(form.layout for form in kv_formats[0]):
-        lists = [[form for form in forms if form.layout == layout] for forms in kv_formats]
+    for layout, packing in dict.fromkeys((form.layout, form.packing) for form in kv_formats[0]):
+        lists = [
+            [form for form in forms if (form.layout, form.packing) == (layout, packing)]
+            for forms in kv_formats
+        ]
         for size in [requested] if requested else _candidate_sizes(lists):
             accepted = [[form for form in forms if form.accepts(size)] for forms in lists]
             if not all(accepted):
@@ -256,9 +260,9 @@ def _resolve_format(kv_formats: Sequence[Sequence[KVFormat]], requested: int) ->
             score = (liking, preferring, -size)
             if best is None or score > best[0]:
                 why = "as asked for" if requested else f"preferred by {preferring} layers"
-                order = "".join(layout)
+                order = "".join(layout) + (f" ({packing})" if packing else "")
                 reason = f"layout {order}, blocks of {size} tokens: {why}"
-                best = (score, _Format(layout, size, reason))
+                best = (score, _Format(layout, packing, size, reason))
     if best is None:
         raise KVPlanError(_conflict(kv_formats, requested))
     return best[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from headrace.platforms.cpu.native_rows import native_implementations
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import Check, Implementation, Verdict, always
 
@@ -52,7 +53,8 @@ def implementations() -> list[Implementation]:
         ("gelu_tanh_and_mul", f"{home}.ops:gelu_tanh_and_mul", always),
         ("sample", f"{home}.sampling:sample", always),
     )
-    return [
+    torch_rows = [
         Implementation(op, TORCH, target, rank=10, supports=supports, source="cpu")
         for op, target, supports in rows
     ]
+    return [*native_implementations(), *torch_rows]

@@ -22,7 +22,8 @@ class TorchLinear(LinearImpl):
         return weight.to(dtype).contiguous(), bias
 
     def __call__(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
-        return F.linear(x, packed[0], packed[1])
+        y = F.linear(x, packed[0], packed[1])
+        return y.to(getattr(torch, self.query.out_dtype)) if self.query.out_dtype else y
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headrace.platforms.cpu import hardware
+from headrace.platforms.cpu.builds import FEATURE, HERE, native_build
 from headrace.platforms.cpu.implementations import implementations
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.platform import Default, ModelShape, Platform, Problem
@@ -129,7 +131,13 @@ def describe_machine(machine: hardware.Hardware, processors: set[int] | None = N
     cores, memory = machine.cores(processors), machine.total_memory()
     notes = (f"threads: {cores.source}", f"memory: {memory.source}")
     return _info(
-        flags, hardware.arch_of(flags), machine.name(), memory.value, cores.value, notes=notes
+        flags,
+        hardware.arch_of(flags),
+        machine.name(),
+        memory.value,
+        cores.value,
+        notes=notes,
+        built=HERE,
     )
 
 
@@ -140,8 +148,12 @@ def _info(
     memory: int,
     units: int,
     notes: tuple[str, ...] = (),
+    built: Path | None = None,
 ) -> DeviceInfo:
     features = hardware.features_of(flags)
+    # a described CPU is one where headrace was installed with a compiler at hand
+    if built is None or native_build(features, built):
+        features |= {FEATURE}
     fast = features & hardware.NATIVE_BF16
     return DeviceInfo(
         platform="cpu",

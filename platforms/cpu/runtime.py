@@ -6,16 +6,20 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
+from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.hardware import Hardware
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import EagerGraphs, GraphBackend
+
+if TYPE_CHECKING:
+    from headrace.platforms.cpu.kernels import Kernels
 
 
 class _Done(Event):
@@ -57,6 +61,8 @@ class CpuRuntime(DeviceRuntime):
         self.device = torch.device("cpu")
         self._hardware = Hardware()
         self._allocator = CpuAllocator()
+        self._kernels: Kernels | None = None
+        self._graphs: GraphBackend | None = None
         self._threads_before = torch.get_num_threads()
         # worker_env sets it before a worker process starts; a worker inside the engine process gets it here
         asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -111,8 +117,24 @@ class CpuRuntime(DeviceRuntime):
 
         return GlooCollectives(group)
 
+    def kernels(self) -> Kernels:
+        """The native library with as many threads as PyTorch has. OSError when there is no build for this CPU."""
+        if self._kernels is None:
+            from headrace.platforms.cpu.kernels import Kernels
+
+            self._kernels = Kernels(self.info.features, torch.get_num_threads())
+        return self._kernels
+
     def graphs(self) -> GraphBackend:
-        return EagerGraphs()
+        """Tapes of native calls; without the native library there is nothing to record."""
+        if self._graphs is None:
+            if FEATURE in self.info.features:
+                from headrace.platforms.cpu.tape import TapeGraphs
+
+                self._graphs = TapeGraphs(self.kernels())
+            else:
+                self._graphs = EagerGraphs()
+        return self._graphs
 
     def allocator(self) -> DeviceAllocator:
         return self._allocator

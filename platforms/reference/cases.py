@@ -281,8 +281,9 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
             for at in [torch.arange(total, device=device)]
         ]
     )
-    keys = k_cache[slots // size, :, slots % size]
-    values = v_cache[slots // size, :, slots % size]
+    k_plain, v_plain = op.canonical(k_cache, v_cache)
+    keys = k_plain[slots // size, :, slots % size]
+    values = v_plain[slots // size, :, slots % size]
     return result[: batch.num_tokens], keys, values
 
 

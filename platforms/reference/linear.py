@@ -18,7 +18,8 @@ class ReferenceLinear(LinearImpl):
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def __call__(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        return F.linear(x, *packed)
+        y = F.linear(x, *packed)
+        return y.to(getattr(torch, self.query.out_dtype)) if self.query.out_dtype else y
 
 
 class ReferenceEmbedding(EmbeddingImpl):
@@ -27,4 +28,5 @@ class ReferenceEmbedding(EmbeddingImpl):
         return table
 
     def __call__(self, ids: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, packed)
+        rows = F.embedding(ids, packed)
+        return rows if self.query.scale == 1.0 else rows * self.query.scale

@@ -38,14 +38,15 @@ enum hr_op {
   HR_OP_ARGMAX = 7,
 };
 
-/* y = norm(x + residual) * weight; residual (if any) becomes x + residual. Rows of `hidden`, strides in elements. */
+/* y = norm(x + residual) * weight; residual (if any) becomes x + residual. Strides in elements. A row of x holds
+ * `inner` vectors of `hidden` one after another (heads); without heads it is 1. */
 struct hr_rms_norm {
   const void* x;
   void* residual; /* NULL: none */
   const float* weight;
   void* y;
   int64_t x_stride, residual_stride, y_stride;
-  int32_t rows, hidden, dtype;
+  int32_t rows, inner, hidden, dtype;
   float eps;
 };
 
@@ -125,6 +126,7 @@ struct hr_argmax {
 typedef struct hr_pool hr_pool;
 typedef struct hr_tape hr_tape;
 
+#pragma GCC visibility push(default)
 int32_t hr_abi_version(void);
 const char* hr_isa(void);
 hr_pool* hr_pool_new(int32_t threads);
@@ -145,6 +147,7 @@ int32_t hr_pack(hr_pool*, int32_t format, const void* source, int64_t source_row
                 int64_t k, int64_t first_row);
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k);
 int64_t hr_attention_scratch(const struct hr_attention*);
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }

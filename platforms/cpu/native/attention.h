@@ -257,6 +257,9 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
 template <class T>
 void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   const hr_attention& a = *static_cast<const hr_attention*>(p);
+#if HR_AMX
+  const Tiles tiles;
+#endif
   const Cache<T> cache = cache_of<T>(a);
   constexpr bool kPairs = sizeof(T) == 2;
   const int group = a.q_heads / a.kv_heads, head = chunk % a.kv_heads, task = chunk / a.kv_heads;

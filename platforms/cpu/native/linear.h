@@ -107,6 +107,7 @@ void run_linear_rows(const void* p, int chunk, int chunks, Scratch&) {
 // Two panels against up to kRowBlock rows of x.
 inline void run_linear_tiles(const void* p, int chunk, int, Scratch& scratch) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
+  const Tiles tiles;
   const int64_t pairs = (panels(a.n) + 1) / 2, bytes = panel_bytes(a.format, a.k);
   const int64_t block = chunk / pairs, first = chunk % pairs * 2;
   const int64_t row0 = block * kRowBlock;

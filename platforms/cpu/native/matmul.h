@@ -129,13 +129,17 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-inline void tile_setup() {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) config.colsb[i] = 64, config.rows[i] = 16;
-  // GCC's tile intrinsics do not say that they read and write memory: without this the stores above may go
-  asm volatile("" ::: "memory");
-  _tile_loadconfig(&config);
-}
+// Tiles are set up for the length of a chunk: PyTorch's own library uses them on the same thread, in another shape.
+struct Tiles {
+  Tiles() {
+    TileConfig config;
+    for (int i = 0; i < 8; ++i) config.colsb[i] = 64, config.rows[i] = 16;
+    // GCC's tile intrinsics do not say that they read and write memory: without this the stores above may go
+    asm volatile("" ::: "memory");
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+};
 
 // C[32][32] (tiles of 16 x 16, `ldc` floats a row) = or += A[32, k] * B[k, 32]; k a multiple of 32.
 // A has 32 readable rows; B's second panel lies `panel` bytes after the first. ROWS and COLS: tiles of 16.

@@ -15,12 +15,6 @@
 
 namespace hr {
 
-void thread_setup() {
-#if HR_AMX
-  tile_setup();
-#endif
-}
-
 union Args {
   hr_rms_norm rms_norm;
   hr_linear linear;
@@ -54,7 +48,8 @@ int plan(int op, const void* args, int threads, Step* out) {
     case HR_OP_RMS_NORM: {
       const auto& a = *static_cast<const hr_rms_norm*>(args);
       if (a.rows <= 0) return 0;
-      out[0] = by_dtype(a.dtype, run_rms_norm<float>, run_rms_norm<bf16>, args, row_chunks(a.rows, a.hidden, threads));
+      out[0] = by_dtype(a.dtype, run_rms_norm<float>, run_rms_norm<bf16>, args,
+                        row_chunks(int64_t(a.rows) * a.inner, a.hidden, threads));
       return 1;
     }
     case HR_OP_LINEAR: return plan_linear(*static_cast<const hr_linear*>(args), threads, out);

@@ -31,11 +31,12 @@ inline void normalize(const T* in, const float* weight, T* out, int n, float eps
 template <class T>
 void run_rms_norm(const void* p, int chunk, int chunks, Scratch&) {
   const hr_rms_norm& a = *static_cast<const hr_rms_norm*>(p);
-  each_row(a.rows, chunk, chunks, [&](int64_t r) {
-    const T* x = static_cast<const T*>(a.x) + r * a.x_stride;
-    T* y = static_cast<T*>(a.y) + r * a.y_stride;
+  each_row(int64_t(a.rows) * a.inner, chunk, chunks, [&](int64_t index) {
+    const int64_t r = index / a.inner, within = index % a.inner * a.hidden;
+    const T* x = static_cast<const T*>(a.x) + r * a.x_stride + within;
+    T* y = static_cast<T*>(a.y) + r * a.y_stride + within;
     if (a.residual) {
-      T* res = static_cast<T*>(a.residual) + r * a.residual_stride;
+      T* res = static_cast<T*>(a.residual) + r * a.residual_stride + within;
       int i = 0;
       for (; i + W <= a.hidden; i += W) store(res + i, add(load(res + i), load(x + i)));
       for (; i < a.hidden; ++i) from_float(to_float(res[i]) + to_float(x[i]), res + i);

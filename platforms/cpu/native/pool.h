@@ -42,8 +42,6 @@ struct Step {
   int chunks;  // 1 to 65535
 };
 
-void thread_setup();  // per-thread machine state (AMX tiles); native.cpp
-
 class Pool {
  public:
   explicit Pool(int threads) : scratch_(threads) {
@@ -61,10 +59,6 @@ class Pool {
   // Runs the steps in order; returns when all are done. One caller at a time. `times`, when given, receives the
   // nanoseconds of each step (the steps then run one by one).
   void run(const Step* steps, int n, int64_t* times = nullptr) {
-    if (!ready_) {  // the calling thread may change (it is the engine's): set it up once for each thread
-      static thread_local bool done = false;
-      if (!done) thread_setup(), done = true;
-    }
     if (times) {
       for (int i = 0; i < n; ++i) {
         auto t0 = std::chrono::steady_clock::now();
@@ -136,7 +130,6 @@ class Pool {
   }
 
   void work(int index) {
-    thread_setup();
     int spins = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
       uint32_t seen = wake_.load(std::memory_order_seq_cst);
@@ -167,7 +160,6 @@ class Pool {
   const Step* steps_ = nullptr;
   int count_ = 0;
   uint32_t base_ = 0, seq_ = 0;
-  bool ready_ = false;
   std::vector<Scratch> scratch_;
   std::vector<std::thread> workers_;
 };

@@ -1,0 +1,256 @@
+"""The native kernel library seen from Python: which build fits this CPU, its structs, its thread pool, its tapes.
+
+The library (platforms/cpu/native/) has a C interface and knows nothing of torch, so one build serves every release.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.platforms.cpu.builds import native_build
+
+ABI_VERSION = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+# GGUF block types the library computes on, and the codes of all storages (abi.h, hr_format)
+FORMATS = {
+    "float32": 0,
+    "bfloat16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+}
+OPS = ("rms_norm", "linear", "rotary", "glu", "embedding", "kv_write", "attention", "argmax")
+
+
+def _struct(name: str, pointers: str, longs: str, ints: str, *tail: tuple[str, Any]) -> type:
+    """A ctypes mirror of a struct of abi.h: pointers first, then int64, then int32 fields."""
+    fields: list[tuple[str, Any]] = [(field, c_void_p) for field in pointers.split()]
+    fields += [(field, c_int64) for field in longs.split()]
+    fields += [(field, c_int32) for field in ints.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields, *tail]})
+
+
+RmsNorm = _struct(
+    "RmsNorm",
+    "x residual weight y",
+    "x_stride residual_stride y_stride",
+    "rows inner hidden dtype",
+    ("eps", c_float),
+)
+Linear = _struct(
+    "Linear",
+    "x packed bias y scratch",
+    "x_stride y_stride",
+    "rows k n format x_dtype y_dtype",
+    ("softcap", c_float),
+)
+Rotary = _struct(
+    "Rotary",
+    "q k positions cos_sin q_norm k_norm",
+    "q_stride k_stride",
+    "rows q_heads k_heads head_dim rotary_dim is_neox dtype",
+    ("eps", c_float),
+)
+Glu = _struct("Glu", "x y", "x_stride y_stride", "rows n act dtype")
+Embedding = _struct(
+    "Embedding",
+    "ids packed y",
+    "y_stride",
+    "rows hidden vocab format dtype",
+    ("scale", c_float),
+)
+KvWrite = _struct(
+    "KvWrite",
+    "k v k_cache v_cache slots",
+    "k_stride v_stride block_stride",
+    "rows kv_heads head_dim block_size dtype",
+)
+Attention = _struct(
+    "Attention",
+    "q k_cache v_cache out query_start_loc seq_lens block_table sinks scratch",
+    "q_stride out_stride block_stride table_stride",
+    "num_decode num_reqs q_heads kv_heads head_dim block_size dtype window splits prefill_tasks",
+    ("prefill_list", c_void_p),
+    ("scale", c_float),
+    ("softcap", c_float),
+)
+Argmax = _struct("Argmax", "x ids", "x_stride", "rows n")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "hr_abi_version": (c_int32, ()),
+        "hr_isa": (c_char_p, ()),
+        "hr_pool_new": (c_void_p, (c_int32,)),
+        "hr_pool_free": (None, (c_void_p,)),
+        "hr_run": (c_int32, (c_void_p, c_int32, c_void_p)),
+        "hr_tape_new": (c_void_p, ()),
+        "hr_tape_free": (None, (c_void_p,)),
+        "hr_tape_add": (c_int32, (c_void_p, c_void_p, c_int32, c_void_p)),
+        "hr_tape_run": (c_int32, (c_void_p, c_void_p)),
+        "hr_tape_profile": (
+            c_int32,
+            (c_void_p, c_void_p, POINTER(c_int32), POINTER(c_int64), c_int32),
+        ),
+        "hr_packed_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+        "hr_pack": (
+            c_int32,
+            (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
+        ),
+        "hr_linear_scratch": (c_int64, (c_int32, c_int32, c_int32)),
+        "hr_attention_scratch": (c_int64, (c_void_p,)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if library.hr_abi_version() != ABI_VERSION:
+        raise OSError(f"{path.name} was built for another version of headrace; reinstall headrace")
+    return library
+
+
+class Arena:
+    """Memory of fixed address for captured steps. A piece is given again once nothing refers to it: a tape runs in
+    order, so what died before an op was recorded is free when the op is replayed."""
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []  # uint8, each 64-byte aligned
+        self._held: list[np.ndarray] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = max(count * dtype.itemsize, 64)
+        fitting = [i for i, piece in enumerate(self._free) if piece.nbytes >= nbytes]
+        best = min(fitting, key=lambda i: self._free[i].nbytes, default=None)
+        if best is not None and self._free[best].nbytes <= 4 * nbytes:
+            piece = self._free.pop(best)
+        else:
+            piece = aligned_bytes(nbytes)
+            self._held.append(piece)
+        lease = piece[:nbytes].view(_Lease)
+        # torch keeps `lease` alive as long as any view of the storage lives
+        weakref.finalize(lease, self._free.append, piece).atexit = False
+        return torch.from_numpy(lease)[: count * dtype.itemsize].view(dtype).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self._held)
+
+
+class _Lease(np.ndarray):
+    """An array that can be watched (plain arrays cannot be told apart from their views)."""
+
+
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """uint8 [nbytes] at a multiple of 64, zeroed, untouched until written."""
+    memory = np.zeros(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes]
+
+
+class Tape:
+    """Recorded native calls, replayed by one call into the library."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._tape = kernels.library.hr_tape_new()
+        weakref.finalize(self, kernels.library.hr_tape_free, self._tape).atexit = False
+        self.keep: list[Any] = []  # what the recorded pointers point at and nobody else may hold
+
+    def add(self, op: int, args: ctypes.Structure) -> None:
+        if self._kernels.library.hr_tape_add(self._tape, self._kernels.pool, op, byref(args)) < 0:
+            raise ValueError(f"the native library refused {OPS[op]} with these arguments")
+
+    def run(self) -> None:
+        self._kernels.library.hr_tape_run(self._kernels.pool, self._tape)
+
+    def profile(self) -> list[tuple[str, int]]:
+        """(op, nanoseconds) of each step, run one by one."""
+        most = 1 << 14
+        ops, times = (c_int32 * most)(), (c_int64 * most)()
+        count = self._kernels.library.hr_tape_profile(
+            self._kernels.pool, self._tape, ops, times, most
+        )
+        return [(OPS[ops[i]], times[i]) for i in range(min(count, most))]
+
+
+class Kernels:
+    """The library with its thread pool. One for each worker; calls come from one thread at a time."""
+
+    def __init__(self, features: frozenset[str], threads: int) -> None:
+        path = native_build(features)
+        if path is None:
+            raise OSError("the native kernels were not built; see `headrace doctor`")
+        self.library = _open(path)
+        self.isa = self.library.hr_isa().decode()
+        self.threads = threads
+        pool = self.library.hr_pool_new(threads)
+        if not pool:
+            raise OSError(f"the {self.isa} kernels could not start on this machine")
+        self.pool = c_void_p(pool)
+        weakref.finalize(self, self.library.hr_pool_free, self.pool).atexit = False
+        self.tape: Tape | None = None  # set while a step is captured
+        self.arena: Arena | None = None
+        self._scratch: dict[str, np.ndarray] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result: of fixed address during a capture."""
+        if self.arena is not None:
+            return self.arena.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype)
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        """Address of memory that an op needs while it runs; shared by all ops of that name, grown as needed."""
+        if nbytes <= 0:
+            return 0
+        if self.tape is not None:  # a tape keeps the address: give it memory of its own
+            piece = aligned_bytes(nbytes)
+            self.tape.keep.append(piece)
+            return int(piece.ctypes.data)
+        held = self._scratch.get(name)
+        if held is None or held.nbytes < nbytes:
+            held = self._scratch[name] = aligned_bytes(nbytes)
+        return int(held.ctypes.data)
+
+    def run(self, op: int, args: ctypes.Structure) -> None:
+        """Run now, or record when a step is being captured."""
+        if self.tape is not None:
+            self.tape.add(op, args)
+        elif self.library.hr_run(self.pool, op, byref(args)) < 0:
+            raise ValueError(f"the native library refused {OPS[op]} with these arguments")
+
+    def pack(self, scheme: str, source: np.ndarray, rows: int, k: int) -> torch.Tensor:
+        """source: uint8 [rows, bytes of a stored row] -> the library's panels, uint8, 64-byte aligned."""
+        code = FORMATS[scheme]
+        packed = aligned_bytes(self.library.hr_packed_bytes(code, rows, k))
+        source = np.ascontiguousarray(source)
+        status = self.library.hr_pack(
+            self.pool,
+            code,
+            source.ctypes.data,
+            source.nbytes // rows,
+            packed.ctypes.data,
+            rows,
+            k,
+            0,
+        )
+        if status < 0:
+            raise ValueError(f"{scheme} weights of {k} columns cannot be packed")
+        return torch.from_numpy(packed)

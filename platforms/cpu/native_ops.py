@@ -1,0 +1,213 @@
+"""Norms, rotary embedding, gated activations, linear layers and embeddings on the native kernels.
+
+Every call fills one C struct and makes one native call; during a capture the call is recorded instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.platforms.cpu import kernels as native
+from headrace.platforms.cpu.kernels import DTYPES, FORMATS, Kernels
+from headrace.platforms.linear import EmbeddingImpl, LinearImpl
+from headrace.platforms.queries import EmbeddingQuery, LinearQuery
+
+_OP = {name: code for code, name in enumerate(native.OPS)}
+_RMS_NORM, _LINEAR, _ROTARY = _OP["rms_norm"], _OP["linear"], _OP["rotary"]
+_GLU, _EMBEDDING = _OP["glu"], _OP["embedding"]
+
+
+class NativeNorm:
+    """rms_norm(x[..., H], weight[H], eps): rows may be strided, heads within a row may not."""
+
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        kernels, hidden = self._kernels, x.shape[-1]
+        if x.dim() > 3 or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != hidden):
+            x = x.contiguous().view(-1, hidden)
+        rows = x.shape[0]
+        inner = x.shape[1] if x.dim() == 3 else 1
+        y = kernels.empty(tuple(x.shape), x.dtype)
+        weight = _float(weight)
+        kernels.run(
+            _RMS_NORM,
+            native.RmsNorm(
+                x.data_ptr(), None, weight.data_ptr(), y.data_ptr(),
+                x.stride(0), 0, inner * hidden, rows, inner, hidden, DTYPES[x.dtype], eps,
+            ),
+        )  # fmt: skip
+        return y
+
+
+class NativeAddNorm:
+    """fused_add_rms_norm(x, residual, weight, eps): the sum is written into `residual`."""
+
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels = self._kernels
+        rows, hidden = x.shape
+        y = kernels.empty((rows, hidden), x.dtype)
+        weight = _float(weight)
+        kernels.run(
+            _RMS_NORM,
+            native.RmsNorm(
+                x.data_ptr(), residual.data_ptr(), weight.data_ptr(), y.data_ptr(),
+                x.stride(0), residual.stride(0), hidden, rows, 1, hidden, DTYPES[x.dtype], eps,
+            ),
+        )  # fmt: skip
+        return y, residual
+
+
+def _float(weight: torch.Tensor) -> torch.Tensor:
+    # the engine keeps norm weights in float32; other callers of the contract may not
+    return weight if weight.dtype == torch.float32 else weight.float()
+
+
+class NativeRotary:
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        is_neox: bool,
+    ) -> None:
+        size = q.shape[2]
+        self._kernels.run(
+            _ROTARY,
+            native.Rotary(
+                q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), None, None,
+                q.stride(0), k.stride(0), q.shape[0], q.shape[1], k.shape[1], size,
+                cos_sin.shape[1], int(is_neox), DTYPES[q.dtype], 0.0,
+            ),
+        )  # fmt: skip
+
+
+class _NativeGlu:
+    act: int
+
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        kernels, rows, n = self._kernels, x.shape[0], x.shape[1] // 2
+        y = kernels.empty((rows, n), x.dtype)
+        args = native.Glu(
+            x.data_ptr(), y.data_ptr(), x.stride(0), n, rows, n, self.act, DTYPES[x.dtype]
+        )
+        kernels.run(_GLU, args)
+        return y
+
+
+class NativeSiluAndMul(_NativeGlu):
+    act = 0
+
+
+class NativeGeluTanhAndMul(_NativeGlu):
+    act = 1
+
+
+class NativeGeluAndMul(_NativeGlu):
+    act = 2
+
+
+@dataclass(slots=True)
+class Panels:
+    """A packed matrix: panels of 16 rows (native/quant.h), and the bias in float32."""
+
+    data: torch.Tensor  # uint8
+    scheme: str
+    rows: int
+    k: int
+    bias: torch.Tensor | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def stored_rows(weight: Any, scheme: str) -> np.ndarray:
+    """The weight's bytes, [rows, bytes a row]: a tensor, or raw quantized rows as they lie in a file."""
+    if isinstance(weight, np.ndarray):
+        return weight.view(np.uint8).reshape(weight.shape[0], -1)
+    weight = weight.contiguous()
+    return weight.view(torch.uint8).numpy().reshape(weight.shape[0], -1)
+
+
+class NativeLinear(LinearImpl):
+    packing = "panels"  # what NativeEmbedding packs too: a tied table is held once
+
+    def __init__(self, query: LinearQuery, runtime: Any) -> None:
+        super().__init__(query, runtime)
+        self._kernels: Kernels = runtime.kernels()
+        self._scheme = query.scheme or query.dtype
+        self._format = FORMATS[self._scheme]
+        self._out = getattr(torch, query.out_dtype or query.dtype)
+        self._quantized = self._scheme.startswith("Q")
+
+    def pack(self, weight: Any, bias: torch.Tensor | None) -> Panels:
+        rows, k = self.query.out_features, self.query.in_features
+        data = self._kernels.pack(self._scheme, stored_rows(weight, self._scheme), rows, k)
+        return Panels(data, self._scheme, rows, k, None if bias is None else bias.float())
+
+    def __call__(
+        self, x: torch.Tensor, packed: Panels, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        kernels, rows = self._kernels, x.shape[0]
+        n, k = packed.rows, packed.k
+        if out is None:
+            out = kernels.empty((rows, n), self._out)
+        scratch = 0
+        if self._quantized and rows > 4:
+            size = kernels.library.hr_linear_scratch(self._format, rows, k)
+            scratch = kernels.scratch("linear", size)
+        bias = packed.bias.data_ptr() if packed.bias is not None else None
+        kernels.run(
+            _LINEAR,
+            native.Linear(
+                x.data_ptr(), packed.data.data_ptr(), bias, out.data_ptr(), scratch,
+                x.stride(0), out.stride(0), rows, k, n, self._format,
+                DTYPES[x.dtype], DTYPES[out.dtype], 0.0,
+            ),
+        )  # fmt: skip
+        return out
+
+
+class NativeEmbedding(EmbeddingImpl):
+    packing = "panels"
+
+    def __init__(self, query: EmbeddingQuery, runtime: Any) -> None:
+        super().__init__(query, runtime)
+        self._kernels: Kernels = runtime.kernels()
+        self._scheme = query.scheme or query.dtype
+        self._format = FORMATS[self._scheme]
+        self._dtype = getattr(torch, query.dtype)
+
+    def pack(self, weight: Any) -> Panels:
+        rows, k = self.query.vocab, self.query.hidden
+        data = self._kernels.pack(self._scheme, stored_rows(weight, self._scheme), rows, k)
+        return Panels(data, self._scheme, rows, k)
+
+    def __call__(self, ids: torch.Tensor, packed: Panels) -> torch.Tensor:
+        kernels = self._kernels
+        if ids.dtype != torch.int32:
+            ids = ids.int()
+        y = kernels.empty((ids.shape[0], packed.k), self._dtype)
+        kernels.run(
+            _EMBEDDING,
+            native.Embedding(
+                ids.data_ptr(), packed.data.data_ptr(), y.data_ptr(), packed.k, ids.shape[0],
+                packed.k, packed.rows, self._format, DTYPES[self._dtype], self.query.scale,
+            ),
+        )  # fmt: skip
+        return y
