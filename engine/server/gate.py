@@ -47,7 +47,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["root_path"] = self._root  # a proxy may strip the prefix or leave it: both are understood
+        # A proxy may strip the prefix or leave it: both are understood.
+        scope["root_path"] = self._root
         exchange = _Exchange(scope, send, self._cors)
         answer = self._early_answer(scope, exchange)
         guarded = exchange.path not in ANY_PHASE
