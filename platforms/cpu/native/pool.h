@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
@@ -56,9 +57,10 @@ class Pool {
   int threads() const { return int(workers_.size()) + 1; }
   void set_active(int n) { active_.store(n, std::memory_order_relaxed); }
 
-  // Runs the steps in order; returns when all are done. One caller at a time. `times`, when given, receives the
+  // Runs the steps in order; returns when all are done. Callers take turns (weights are packed by several threads). `times`, when given, receives the
   // nanoseconds of each step (the steps then run one by one).
   void run(const Step* steps, int n, int64_t* times = nullptr) {
+    const std::lock_guard<std::mutex> turn(turn_);
     if (times) {
       for (int i = 0; i < n; ++i) {
         auto t0 = std::chrono::steady_clock::now();
@@ -157,6 +159,7 @@ class Pool {
   std::atomic<int> sleepers_{0};
   std::atomic<int> active_{1 << 30};
   std::atomic<bool> stop_{false};
+  std::mutex turn_;
   const Step* steps_ = nullptr;
   int count_ = 0;
   uint32_t base_ = 0, seq_ = 0;
