@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headrace.platforms.batch import HostArgs
 from headrace.platforms.cpu.kernels import Arena, Kernels, Tape
@@ -15,27 +17,27 @@ from headrace.platforms.graph import EagerGraphs, Graph, GraphBackend, GraphKey,
 
 log = logging.getLogger(__name__)
 
-# Operators that only look at memory in another way: what they give stays true at replay.
-_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "view", "_unsafe_view", "split", "split_with_sizes", "slice", "select", "transpose", "permute", "unsqueeze",
-        "squeeze", "expand", "detach", "alias", "as_strided", "t", "_reshape_alias", "lift_fresh", "unbind", "chunk",
-    )
-)  # fmt: skip
-
 
 class NotCapturable(RuntimeError):
     """The body computes with an operator that the tape does not see."""
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Refuses PyTorch operators that compute: they would run once at capture and be missing at every replay."""
+    """Refuses PyTorch operators that compute: they would run once at capture and be missing at every replay.
+
+    What only looks at memory in another way passes: its results share storage with an input.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name not in _VIEWS:
-            raise NotCapturable(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func._schema.is_mutable:
+            raise NotCapturable(name)
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+                raise NotCapturable(name)
+        return result
 
 
 class TapeGraph(Graph):
