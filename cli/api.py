@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class Api:
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._json("POST", path, body)
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Events of a streamed answer. Closing the iterator drops the connection, which stops the answer."""
         with self._reach(), self._http.stream("POST", path, json={**body, "stream": True}) as reply:
             if reply.status_code != 200:

@@ -12,7 +12,7 @@ from headrace.cli.api import Api
 from headrace.cli.errors import CliError
 from headrace.cli.session import connect
 from headrace.engine.config import parse
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.names import nearest
 
 PROMPT = "> "

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.cli.api import Api
 from headrace.cli.errors import CliError
 from headrace.cli.session import connect
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.text import Text
 from headrace.cli.errors import CliError
 from headrace.cli.facts import kv_arithmetic, kv_bytes_per_token, kv_specs, model_line, why
 from headrace.cli.prepare import Plan, configure, decide, prepare
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.kv_cache.plan import KVPlanError, choose_context, item_bytes
 from headrace.engine.models.registry import model_shape

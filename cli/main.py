@@ -15,7 +15,7 @@ import typer
 from headrace.cli.bench.command import bench
 from headrace.cli.errors import RUNTIME, USAGE, CliError
 from headrace.cli.options import Command, Group, with_flags
-from headrace.engine.config.flags import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
+from headrace.engine.config.flag import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
 
 app = typer.Typer(
     name="headrace",
@@ -130,6 +130,7 @@ def complete(
     prompt: Annotated[
         str, typer.Argument(help="Text to continue; - or nothing reads it from the input.")
     ] = "-",
+    *,
     model: Annotated[
         str, typer.Option("--model", "-m", metavar="MODEL", help="Serve this model privately.")
     ] = "",
@@ -143,7 +144,6 @@ def complete(
         bool, typer.Option("--chat", help="Send the prompt as a chat message.")
     ] = False,
     as_json: JsonOption = False,
-    *,
     given: list[Given],
 ) -> None:
     """Continue a text once and stop.

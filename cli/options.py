@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headrace.cli.errors import CliError
-from headrace.engine.config.flags import FLAGS, GROUPS, Flag, Given
+from headrace.engine.config.flag import GROUPS, Flag, Given
+from headrace.engine.config.flags import FLAGS
 from headrace.engine.config.names import (
     all_spellings,
     negative_name,

@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.cli.facts import kv_arithmetic, model_line, why
 from headrace.cli.prepare import Plan
+from headrace.cli.progress import process_seconds
 from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.ipc.messages import EngineReady
 from headrace.engine.server.names import ModelNames
@@ -58,17 +59,17 @@ def facts(
     plan: Plan, info: EngineReady, url: str, chats: bool, settled: float
 ) -> list[tuple[str, str]]:
     """(name, text) in the order shown; a row without a name belongs to the one above."""
-    from headrace.cli.serve import process_seconds
-
     name = ModelNames(plan.files.name, plan.config.server.served_model_names).first
+    shortened = [note for note in info.notes if note.startswith("context of ")]
     context = f"{format_count(info.max_model_len)} tokens{why(plan.config, 'model.max_model_len')}"
     rows = [
         ("model", model_line(plan)),
         ("device", _device(info, plan)),
         ("dtype", f"{info.dtype}{why(plan.config, 'model.dtype')}"),
         ("context", context),
+        *(("", note) for note in shortened),
         ("KV cache", _kv(plan, info)),
-        *(("", note) for note in info.notes),
+        *(("", note) for note in info.notes if note not in shortened),
         ("kernels", kernels(info.selection)),
         ("ready in", _times(info.phases, settled, process_seconds())),
         ("URL", url if url.startswith("unix:") else f"{url}/v1"),

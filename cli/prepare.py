@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headrace.cli.errors import CliError
 from headrace.engine.config import env
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.names import all_spellings
 from headrace.engine.config.resolve import (
     ConfigError,

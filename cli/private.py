@@ -21,7 +21,7 @@ import httpx
 
 from headrace.cli.api import Address
 from headrace.cli.errors import RUNTIME, CliError
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.02

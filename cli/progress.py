@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -120,3 +121,10 @@ class StartBar:
                     progress.update(
                         task, completed=news.done, total=news.total or None, description=text
                     )
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started, interpreter start included."""
+    import psutil
+
+    return time.time() - float(psutil.Process().create_time())

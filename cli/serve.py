@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-import time
 from collections.abc import Sequence
 
 from headrace.cli.errors import RUNTIME, CliError
 from headrace.cli.prepare import Plan, configure, decide, prepare
-from headrace.cli.progress import DownloadBar, StartBar
-from headrace.engine.config.flags import Given
+from headrace.cli.progress import DownloadBar, StartBar, process_seconds
+from headrace.engine.config.flag import Given
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.ipc.launch import EngineProcess, launch_engine
 from headrace.engine.server.sockets import BindError, bind, close
@@ -115,10 +114,3 @@ def _set_up_logging(config: EngineConfig) -> None:
     if config.server.log_level != "debug":
         for name in ("httpx", "huggingface_hub", "filelock"):
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def process_seconds() -> float:
-    """Seconds since this process was started, interpreter start included."""
-    import psutil
-
-    return time.time() - float(psutil.Process().create_time())

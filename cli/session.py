@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from headrace.cli.api import Address, Api, address
 from headrace.cli.errors import CliError
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 
 
 @contextlib.contextmanager
@@ -16,9 +16,9 @@ def connect(model: str, url: str, key: str, given: Sequence[Given]) -> Iterator[
     if model and url:
         raise CliError("MODEL starts a server and --url names one; give one of the two")
     if given and not model:
-        names = ", ".join(row.source.removeprefix("flag ") for row in given)
+        typed = ", ".join(row.source.removeprefix("flag ") for row in given)
         raise CliError(
-            f"{names} set up a server, and this command uses a running one; name a MODEL as well"
+            f"{typed} set up a server, and this command uses a running one; name a MODEL as well"
         )
     with contextlib.ExitStack() as stack:
         where = stack.enter_context(_private(model, given)) if model else address(url, key)

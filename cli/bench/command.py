@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.options import Command, Group, with_flags
-from headrace.engine.config.flags import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
+from headrace.engine.config.flag import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
 
 bench = typer.Typer(
     cls=Group,
@@ -60,6 +60,7 @@ PlotFile = Annotated[
 def serve(
     ctx: typer.Context,
     model: Model = "",
+    *,
     url: Url = "",
     key: Key = "",
     concurrency: Annotated[
@@ -82,7 +83,6 @@ def serve(
     prompt_seed: PromptSeed = "",
     json_file: JsonFile = "",
     plot_file: PlotFile = "",
-    *,
     given: list[Given],
 ) -> None:
     """Send streams at several concurrencies, or at a rate, and show rates and percentiles.
@@ -103,6 +103,7 @@ def serve(
 def latency(
     ctx: typer.Context,
     model: Model = "",
+    *,
     url: Url = "",
     key: Key = "",
     prompt_tokens: Annotated[
@@ -117,7 +118,6 @@ def latency(
     prompt_seed: PromptSeed = "",
     json_file: JsonFile = "",
     plot_file: PlotFile = "",
-    *,
     given: list[Given],
 ) -> None:
     """One request at a time, for several prompt lengths.
@@ -141,6 +141,7 @@ def latency(
 def throughput(
     ctx: typer.Context,
     model: Model = "",
+    *,
     url: Url = "",
     key: Key = "",
     prompt_tokens: PromptTokens = 128,
@@ -151,7 +152,6 @@ def throughput(
     prompt_seed: PromptSeed = "",
     json_file: JsonFile = "",
     plot_file: PlotFile = "",
-    *,
     given: list[Given],
 ) -> None:
     """All requests at once: how many tokens a second the server makes at most.

@@ -22,7 +22,7 @@ from headrace.cli.bench.report import plot, show
 from headrace.cli.bench.startup import measure
 from headrace.cli.errors import RUNTIME, CliError
 from headrace.cli.session import connect
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.sizes import format_bytes
 
 

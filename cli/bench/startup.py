@@ -16,7 +16,7 @@ from headrace.cli.api import Address
 from headrace.cli.bench.client import call, completion
 from headrace.cli.errors import RUNTIME, CliError
 from headrace.cli.private import serve_command, stop, wait_ready
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 
 PROMPT = "Once upon a time"
 SETTLE_SECONDS = 2.0  # after the last request, before the idle share is measured

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.engine.config.flags import FLAGS, NOT_SUPPORTED, Flag
+from headrace.engine.config.flag import Flag
+from headrace.engine.config.flags import FLAGS, NOT_SUPPORTED
 from headrace.engine.config.settings import EngineConfig
 
 

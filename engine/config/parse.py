@@ -129,6 +129,17 @@ def context_length(value: Any) -> int:
     return parse_size(value)
 
 
+def rendezvous(value: Any) -> str:
+    """A URL of torch.distributed's kinds; HOST:PORT alone is tcp."""
+    word = text(value)
+    kind, mark, rest = word.partition("://")
+    if not mark and ":" in word:
+        return f"tcp://{word}"
+    if kind not in ("tcp", "file") or not rest:
+        raise ValueError(f"expected HOST:PORT, tcp://HOST:PORT or file:///PATH, got {value!r}")
+    return word
+
+
 def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 

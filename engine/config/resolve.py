@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.config.flags import FLAGS, Given
+from headrace.engine.config.flag import Given
+from headrace.engine.config.flags import FLAGS
 from headrace.engine.config.names import setting_paths
 from headrace.engine.config.settings import EngineConfig, Provenance
 from headrace.engine.config.yaml_file import read_yaml

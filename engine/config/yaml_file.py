@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from headrace.engine.config.flags import FLAGS, Given
+from headrace.engine.config.flag import Given
+from headrace.engine.config.flags import FLAGS
 from headrace.engine.config.names import (
     all_spellings,
     nearest,

@@ -9,7 +9,7 @@ import typer
 
 from headrace.cli.errors import CliError
 from headrace.cli.options import Command, with_flags
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.resolve import resolve
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.config.flags import FLAGS, GROUPS, NOT_SUPPORTED, Flag, Given
+from headrace.engine.config.flag import GROUPS, Flag, Given
+from headrace.engine.config.flags import FLAGS, NOT_SUPPORTED
 from headrace.engine.config.names import (
     all_spellings,
     nearest,
@@ -19,9 +20,6 @@ from headrace.engine.config.names import (
     unknown_name,
 )
 from headrace.engine.config.resolve import get, resolve, source_of
-
-# Settings without a flag, with the reason.
-WITHOUT_FLAG = {"device.distributed_init"}  # the rendezvous file of tests and launchers
 
 SAMPLES: dict[
     str, tuple[Any, Any]
@@ -34,6 +32,7 @@ SAMPLES: dict[
     "--hf-overrides": ('{"rope_theta": 1e6}', {"rope_theta": 1e6}),
     "--generation-config": ("none", False),
     "--gpu-memory-utilization": ("0.5", 0.5),
+    "--distributed-init": ("127.0.0.1:29500", "tcp://127.0.0.1:29500"),
     "--shutdown-timeout": ("2.5", 2.5),
 }
 
@@ -62,7 +61,7 @@ def test_names_and_aliases_are_unique() -> None:
 def test_paths_are_unique_and_exist() -> None:
     paths = [flag.path for flag in FLAGS]
     assert len(paths) == len(set(paths))
-    assert set(paths) == set(setting_paths()) - WITHOUT_FLAG
+    assert set(paths) == set(setting_paths())
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -146,6 +145,8 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
         ("--kv-cache-memory-bytes", "4 potatoes", "not a size; examples"),
         ("--offline", "maybe", "expected true or false"),
         ("--shutdown-timeout", "inf", "expected a number"),
+        ("--distributed-init", "nowhere", "expected HOST:PORT"),
+        ("--distributed-init", "file://", "expected HOST:PORT"),
     ],
 )
 def test_wrong_values_are_one_sentence(name: str, typed: Any, words: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.config.flags import Given
+from headrace.engine.config.flag import Given
 from headrace.engine.config.names import all_spellings
 from headrace.engine.config.resolve import ConfigError, get, merge_defaults, resolve, source_of
 from headrace.engine.config.settings import EngineConfig
