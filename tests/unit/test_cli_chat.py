@@ -59,6 +59,7 @@ def test_turns_alternate_and_are_sent_back(
             {"role": "assistant", "content": "Hello"},
             {"role": "user", "content": "and now?"},
         ],
+        **chat.START,
     }
     assert len(api.bodies) == 2
 
@@ -105,6 +106,7 @@ def test_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
             {"role": "user", "content": "one"},
         ],
         "temperature": 0.2,
+        **chat.START,
     }
     assert api.bodies[1] == api.bodies[0]
     assert api.bodies[2]["messages"] == [
