@@ -44,8 +44,9 @@ def queries(op: str) -> list[Any]:
         if op == "linear":
             sizes = [(576, 1536), (64, 96), (100, 7), (1, 1)]
             made += [LinearQuery(i, o, dtype, bias=b) for (i, o) in sizes for b in (False, True)]
+            made.append(LinearQuery(64, 96, dtype, out_dtype="float32"))
         elif op == "embedding":
-            made += [EmbeddingQuery(300, 96, dtype)]
+            made += [EmbeddingQuery(300, 96, dtype, scale=scale) for scale in (1.0, 24.0)]
         elif op in ("rms_norm", "fused_add_rms_norm"):
             made += [NormQuery(hidden, dtype) for hidden in (576, 64, 100, 1)]
         elif op == "rotary_embedding":

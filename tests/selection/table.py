@@ -1,0 +1,190 @@
+"""The golden selection tables: synthetic devices x queries -> winner and every candidate's verdict.
+
+Regenerate after a deliberate change, then read the diff:
+
+    python -m tests.selection.table
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.platforms.cpu.builds import FEATURE
+from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.platform import Platform
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    EmbeddingQuery,
+    LinearQuery,
+    NormQuery,
+    RotaryQuery,
+    SampleQuery,
+)
+from headrace.platforms.registry import (
+    Implementation,
+    Policy,
+    Registry,
+    SelectionError,
+    SelfTest,
+    select,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def queries(dtype: str) -> dict[str, tuple[str, Any]]:
+    """Label -> (op, query): the layers of common models, and the edges of each verdict."""
+
+    def attention(*shape: int, kv: str = dtype, **options: Any) -> AttentionQuery:
+        heads, kv_heads, size = shape
+        return AttentionQuery(heads, kv_heads, size, size, dtype, kv, size**-0.5, **options)
+
+    return {
+        "attention, 32/8 heads of 128": ("paged_attention", attention(32, 8, 128)),
+        "attention, window 4096": ("paged_attention", attention(32, 8, 128, window=4096)),
+        "attention, soft cap": ("paged_attention", attention(8, 4, 256, softcap=50.0)),
+        "attention, window and sinks": (
+            "paged_attention",
+            attention(64, 8, 64, window=128, sinks=True),
+        ),
+        "attention, heads of 80": ("paged_attention", attention(32, 32, 80)),
+        "attention, KV in fp8_e4m3": ("paged_attention", attention(32, 8, 128, kv="fp8_e4m3")),
+        "linear": ("linear", LinearQuery(4096, 14336, dtype)),
+        "linear, Q4_K weights": ("linear", LinearQuery(4096, 14336, dtype, scheme="Q4_K")),
+        "embedding": ("embedding", EmbeddingQuery(128256, 4096, dtype)),
+        "rms_norm": ("rms_norm", NormQuery(4096, dtype)),
+        "fused_add_rms_norm": ("fused_add_rms_norm", NormQuery(4096, dtype)),
+        "rotary": ("rotary_embedding", RotaryQuery(128, 128, dtype)),
+        "rotary, half of a head": ("rotary_embedding", RotaryQuery(128, 64, dtype, is_neox=False)),
+        "silu": ("silu_and_mul", ActivationQuery(14336, dtype)),
+        "gelu, tanh form": ("gelu_tanh_and_mul", ActivationQuery(14336, dtype)),
+        "sample": ("sample", SampleQuery(128256, 64)),
+    }
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One golden file: a device, what the user said, and how self-tests end."""
+
+    name: str
+    platform: Platform
+    device: DeviceInfo
+    policy: Policy = field(default_factory=Policy)
+    dtype: str = ""  # "" = the device's preferred one
+    self_tests: Mapping[str, SelfTest] = field(default_factory=dict)
+    unlinked: frozenset[str] = frozenset()  # implementations whose library is not there
+
+
+def cpu_scenes() -> list[Scene]:
+    platform = CpuPlatform()
+    described = {arch: platform.describe(arch) for arch in platform.known_archs()}
+    scenes = [Scene(f"cpu-{arch}", platform, device) for arch, device in described.items()]
+    amx, avx2 = described["amx"], described["avx2"]
+    small = dataclasses.replace(avx2, memory=2 << 30, units=1, notes=("control group limit",))
+    bare = dataclasses.replace(avx2, features=avx2.features - {FEATURE})
+    return [
+        *scenes,
+        Scene("cpu-amx-float16", platform, amx, dtype="float16"),
+        Scene("cpu-limited", platform, small),
+        Scene("cpu-without-compiler", platform, bare),
+        Scene("cpu-forced", platform, amx, Policy(force={"rms_norm": "reference", "linear": "no"})),
+        Scene("cpu-disabled", platform, amx, Policy(disable=frozenset({"torch", "linear=native"}))),
+    ]
+
+
+def fake_scenes() -> list[Scene]:
+    """Needs the installed fake platform."""
+    from headrace_fake.platform import FakePlatform
+
+    platform = FakePlatform()
+    device = platform.describe
+    passed, failed = SelfTest(True, "largest error 0.0e+00"), SelfTest(False, "T=1: too far")
+    tests = {"fresh": passed, "wrong": failed}
+    nothing = frozenset({"unlinked"})
+    unverified = Policy(only_verified=True), Policy(self_test=False)
+    return [
+        Scene("fake-verified", platform, device("hash"), unlinked=nothing),
+        Scene(
+            "fake-unverified-pass",
+            platform,
+            device("unverified"),
+            self_tests=tests,
+            unlinked=nothing,
+        ),
+        Scene(
+            "fake-unverified-fail", platform, device("broken"), self_tests=tests, unlinked=nothing
+        ),
+        Scene(
+            "fake-only-verified", platform, device("unverified"), unverified[0], unlinked=nothing
+        ),
+        Scene("fake-no-self-test", platform, device("broken"), unverified[1], unlinked=nothing),
+        Scene("fake-forced-unmet", platform, device("hash"), Policy(force={"sample": "kernels"})),
+        Scene("fake-disabled", platform, device("hash"), Policy(disable=frozenset({"unlinked"}))),
+    ]
+
+
+def table(scene: Scene) -> dict[str, Any]:
+    """What is stored: for each query the winner and a line a candidate."""
+
+    def load(row: Implementation) -> None:
+        if row.name in scene.unlinked:
+            raise ImportError(f"no module for {row.name}")
+
+    registry = Registry.with_reference(scene.platform.implementations())
+    rows: dict[str, Any] = {}
+    for label, (op, query) in queries(scene.dtype or scene.device.dtypes[0]).items():
+        try:
+            decision = select(
+                op,
+                query,
+                scene.device,
+                registry,
+                scene.policy,
+                load=load,
+                self_test=lambda row: scene.self_tests[row.name],
+                versions=lambda distribution: None,
+            )
+            chosen, candidates = decision.chosen, decision.candidates
+        except SelectionError as error:
+            chosen, candidates = f"error: {error}", error.candidates
+        lines = {c.name: f"{c.status} {'; '.join(c.reasons)}".strip() for c in candidates}
+        rows[label] = {"chosen": chosen, "candidates": lines}
+    device = dataclasses.asdict(scene.device)
+    device = {key: sorted(v) if isinstance(v, frozenset) else v for key, v in device.items()}
+    policy = {
+        key: sorted(v) if isinstance(v, frozenset) else v
+        for key, v in dataclasses.asdict(scene.policy).items()
+    }
+    return {"device": device, "policy": policy, "selection": rows}
+
+
+def text(scene: Scene) -> str:
+    return json.dumps(table(scene), indent=1, default=dict) + "\n"
+
+
+def write(scenes: list[Scene]) -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    for scene in scenes:
+        (GOLDEN / f"{scene.name}.json").write_text(text(scene))
+
+
+def main() -> None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "fake_platform" / "src"))
+    scenes = [*cpu_scenes(), *fake_scenes()]
+    for path in GOLDEN.glob("*.json"):
+        path.unlink()
+    write(scenes)
+    print(f"{len(scenes)} tables in {GOLDEN}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What is chosen on devices that need not be here, and why: compared with reviewed tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.selection.table import GOLDEN, cpu_scenes, fake_scenes, text
+
+pytest_plugins = ["tests.fake_platform.plugin"]
+
+HOW = "selection changed; if that is meant: python -m tests.selection.table, and review the diff"
+
+
+@pytest.mark.parametrize("scene", cpu_scenes(), ids=lambda scene: scene.name)
+def test_cpu(scene):
+    assert text(scene) == (GOLDEN / f"{scene.name}.json").read_text(), HOW
+
+
+def test_fake(fake_platform):
+    for scene in fake_scenes():
+        assert text(scene) == (GOLDEN / f"{scene.name}.json").read_text(), f"{scene.name}: {HOW}"
+
+
+def test_no_table_is_left_over(fake_platform):
+    scenes = {scene.name for scene in (*cpu_scenes(), *fake_scenes())}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == scenes
