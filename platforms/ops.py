@@ -19,6 +19,7 @@ from headrace.platforms.registry import (
     Implementation,
     Policy,
     Registry,
+    SelectionError,
     SelectionReport,
     SelfTest,
     load_target,
@@ -27,6 +28,8 @@ from headrace.platforms.registry import (
 
 if TYPE_CHECKING:
     import torch
+
+_COMPARE = "headrace.platforms.reference.compare:compare"
 
 # (relative, absolute): |got - want| <= absolute + relative * |want|
 Tolerance = tuple[float, float]
@@ -73,9 +76,9 @@ _EXACT: Mapping[str, Tolerance] = dict.fromkeys(("float32", "bfloat16", "float16
 
 def _contract(
     name: str,
-    kind: Literal["function", "class"],
-    tolerance: Mapping[str, Tolerance],
     doc: str,
+    tolerance: Mapping[str, Tolerance] = _ELEMENTWISE,
+    kind: Literal["function", "class"] = "function",
     shrink: Mapping[str, int] | None = None,
     cases: str = "",
 ) -> OpContract:
@@ -88,36 +91,32 @@ CONTRACTS: Mapping[str, OpContract] = {
     for contract in (
         _contract(
             "linear",
-            "class",
-            _REDUCTION,
             """LinearImpl, selected by LinearQuery: y[T, out] = x[T, in] @ w[out, in]^T (+ bias). Float32 sums.""",
+            _REDUCTION,
+            "class",
             {"in_features": 1024, "out_features": 512},
         ),
         _contract(
             "embedding",
-            "class",
+            """EmbeddingImpl, selected by EmbeddingQuery: rows of w[V, H] * scale for ids[T] int32 or int64.""",
             _EXACT,
-            """EmbeddingImpl, selected by EmbeddingQuery: rows of w[V, H] for ids[T] int32 or int64.""",
+            "class",
             {"vocab": 512},
         ),
         _contract(
             "paged_attention",
-            "class",
-            _REDUCTION,
             "PagedAttention (platforms/attention.py), selected by AttentionQuery.",
+            _REDUCTION,
+            "class",
         ),
         _contract(
             "rms_norm",
-            "function",
-            _ELEMENTWISE,
             """(x[..., H], weight[H] float32 or x's dtype, eps) -> [..., H], selected by NormQuery.
 
             x * rsqrt(mean(x^2) + eps) * weight over the last axis (QK norm passes [T, heads, D]). x is kept.""",
         ),
         _contract(
             "fused_add_rms_norm",
-            "function",
-            _ELEMENTWISE,
             """(x[T, H], residual[T, H], weight[H], eps) -> (normed, new_residual), selected by NormQuery.
 
             new_residual = x + residual rounded to their dtype; normed = rms_norm(new_residual). Both inputs are
@@ -125,8 +124,6 @@ CONTRACTS: Mapping[str, OpContract] = {
         ),
         _contract(
             "rotary_embedding",
-            "function",
-            _ELEMENTWISE,
             """(positions[T] int64, q[T, Hq, D], k[T, Hkv, D], cos_sin[L, R] float32, is_neox: bool) -> None.
 
             In place on q and k, which may be strided views. Selected by RotaryQuery. R = rotary_dim <= D, even; the
@@ -136,8 +133,6 @@ CONTRACTS: Mapping[str, OpContract] = {
         *(
             _contract(
                 op,
-                "function",
-                _ELEMENTWISE,
                 f"(x[T, 2I]) -> [T, I]: {form}(x[:, :I]) * x[:, I:]. Selected by ActivationQuery.",
                 cases="gated_activation",
             )
@@ -149,8 +144,6 @@ CONTRACTS: Mapping[str, OpContract] = {
         ),
         _contract(
             "sample",
-            "function",
-            _EXACT,
             """(logits[R, V] float32, temperature[R], top_k[R] int32, top_p[R], min_p[R], uniform[R]) -> ids[R] int64.
 
             Selected by SampleQuery; temperature, top_p, min_p and uniform are float32, uniform in [0, 1).
@@ -162,7 +155,8 @@ CONTRACTS: Mapping[str, OpContract] = {
             3. The answer is the first token whose cumulative mass exceeds uniform * (mass of what is kept).
             Sums are float64 or as good, so one uniform number gives one token on every platform and in every batch.
             A row with NaN, or without any finite logit, gives some id within [0, V).""",
-            {"vocab": 2048},
+            _EXACT,
+            shrink={"vocab": 2048},
         ),
     )
 }
@@ -212,6 +206,14 @@ class Ops:
             self._bound[key] = loaded[decision.chosen]
         return self._bound[key]
 
+    def can(self, op: str, query: Any) -> bool:
+        """Whether `bind` would find an implementation, without loading one."""
+        try:
+            select(op, query, self.device, self.registry, self.policy)
+        except SelectionError:
+            return False
+        return True
+
     def _make(self, contract: OpContract, row: Implementation, query: Any) -> Any:
         target = row.load()
         made = contract.kind == "class" or row.per_query
@@ -225,13 +227,8 @@ class Ops:
             return SelfTest(False, "the reference cannot serve this query, so there is no truth")
         start = time.perf_counter()
         try:
-            error = compare(
-                contract,
-                small,
-                self._make(contract, row, small),
-                self._make(contract, reference, small),
-                self.runtime.device,
-            )
+            instances = [self._make(contract, made, small) for made in (row, reference)]
+            error = load_target(_COMPARE)(contract, small, *instances, self.runtime.device)
         except Exception as failure:  # whatever an untried kernel throws is a failed test
             return SelfTest(False, f"{type(failure).__name__}: {failure}")
         took = time.perf_counter() - start
@@ -244,32 +241,3 @@ def shrunk(contract: OpContract, query: Any) -> Any:
     """The query with sizes that only cost time made smaller; head sizes, dtypes and options stay."""
     sizes = {name: min(getattr(query, name), most) for name, most in contract.shrink.items()}
     return replace(query, **sizes) if sizes else query
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    within: bool  # every result of every case is within tolerance
-    largest: float  # largest absolute difference seen
-    case: str = ""  # first case that is not within
-
-
-def compare(
-    contract: OpContract,
-    query: Any,
-    candidate: Any,
-    reference: Any,
-    device: torch.device,
-    seed: int = 0,
-) -> Comparison:
-    """Run both on the contract's generated cases."""
-    relative, absolute = contract.tolerance[getattr(query, "dtype", "float32")]
-    largest, failed = 0.0, ""
-    for case in load_target(contract.cases)(query, device, seed):
-        for got, want in zip(case.run(candidate), case.run(reference), strict=True):
-            difference = (got.double() - want.double()).abs()
-            bad = ~(difference <= absolute + relative * want.double().abs())
-            if got.shape != want.shape or got.dtype != want.dtype or bool(bad.any()):
-                failed = failed or case.name
-            worst = float(difference.max()) if difference.numel() else 0.0
-            largest = worst if worst != worst else max(largest, worst)
-    return Comparison(not failed, largest, failed)

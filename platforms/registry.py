@@ -80,9 +80,12 @@ def always(_query: Any, _device: DeviceInfo) -> Verdict:
 
 
 def load_target(target: str) -> Any:
-    """The object that "package.module:attribute" names."""
+    """The object that "package.module:attribute" names. ImportError when either is not there."""
     module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(module)
+    if not hasattr(found, attribute):
+        raise ImportError(f"{module} has no {attribute!r}")
+    return getattr(found, attribute)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,15 @@ _MODEL_FLAGS = (
         example="--dtype bfloat16",
     ),
     Flag(
+        "--weights",
+        "model.weights",
+        MODEL,
+        "Quantized files: compute on their blocks where there are kernels, or dequantize. auto takes blocks, but "
+        "exact values for a finer dtype than the device's own.",
+        **_choice("auto", "blocks", "dequantized"),
+        example="--weights dequantized",
+    ),
+    Flag(
         "--max-model-len",
         "model.max_model_len",
         MODEL,

@@ -18,6 +18,9 @@ class ModelSettings(msgspec.Struct, frozen=True):
     chat_template: str = ""  # path or text; "" = the model's own
     load_format: str = "auto"  # auto | safetensors | gguf | pt | dummy
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    # Quantized files: blocks = compute with them where there are kernels, dequantized = in dtype;
+    # auto = blocks, unless another dtype than the device's own is asked for
+    weights: str = "auto"
     max_model_len: int = 0  # tokens; 0 = the model's context, or what fits the memory
     offline: bool = False
     download_dir: str = ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.base import Layer, Weight, dtype_name, shard, shard_kv_heads
@@ -24,9 +26,17 @@ class Part:
     out_features: int
     rows: slice
 
+    @property
+    def count(self) -> int:
+        return self.rows.stop - self.rows.start
+
 
 class Linear(Layer):
-    """y[T, sum of rows] = x[T, in] @ concat(parts)^T (+ bias), on this rank's rows (column parallel)."""
+    """y[T, sum of rows] = x[T, in] @ concat(parts)^T (+ bias), on this rank's rows (column parallel).
+
+    Parts whose stored blocks can be computed with keep them; neighbours of one scheme are one matrix. When a scheme
+    has no kernel on this device, all parts are dequantized into one.
+    """
 
     def __init__(
         self,
@@ -40,15 +50,37 @@ class Linear(Layer):
         self._parts = tuple(parts)
         self._in_features = in_features  # of the stored matrices
         self._cols = cols or slice(0, in_features)
-        self._out = sum(part.rows.stop - part.rows.start for part in self._parts)
+        self._out = sum(part.count for part in self._parts)
         self._bias = bias
-        width = self._cols.stop - self._cols.start
-        query = LinearQuery(width, self._out, dtype_name(ctx.dtype), bias=bias)
-        self._op = ctx.ops.bind("linear", query)
-        self._packed: Any = None
+        segments = self._by_scheme()
+        if not all(self._keeps(scheme, rows) for scheme, rows in segments):
+            segments = [("", self._parts)]
+        self._segments = [
+            (scheme, rows, ctx.ops.bind("linear", self._query(scheme, rows)))
+            for scheme, rows in segments
+        ]
+        self._packed: list[Any] = []
+
+    def _by_scheme(self) -> list[tuple[str, tuple[Part, ...]]]:
+        found = ((self._ctx.schemes.get(f"{p.name}.weight", ""), p) for p in self._parts)
+        return [(s, tuple(p for _, p in run)) for s, run in groupby(found, key=itemgetter(0))]
+
+    def _query(self, scheme: str, parts: Sequence[Part]) -> LinearQuery:
+        rows, width = sum(part.count for part in parts), self._cols.stop - self._cols.start
+        return LinearQuery(width, rows, dtype_name(self._ctx.dtype), scheme, self._bias)
+
+    def _keeps(self, scheme: str, parts: Sequence[Part]) -> bool:
+        return not scheme or self._ctx.ops.can("linear", self._query(scheme, parts))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._op(x, self._packed)
+        if len(self._segments) == 1:
+            return self._segments[0][2](x, self._packed[0])
+        y, start = self._segments[0][2].empty(x.shape[0], self._out), 0
+        for (_, parts, op), packed in zip(self._segments, self._packed, strict=True):
+            stop = start + sum(part.count for part in parts)
+            op(x, packed, y[:, start:stop])
+            start = stop
+        return y
 
     def weights(self) -> Sequence[Weight]:
         wanted = [
@@ -60,37 +92,60 @@ class Linear(Layer):
         return wanted
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
-        weight = self._read(tensors, "weight", self._cols)
-        self._packed = self._op.pack(weight, self._read_bias(tensors))
+        self._packed = [
+            op.pack(
+                self._blocks(tensors, parts) if scheme else self._read(tensors, parts, "weight"),
+                self._read_bias(tensors, parts),
+            )
+            for scheme, parts, op in self._segments
+        ]
 
     def held(self) -> Sequence[Any]:
-        return (self._packed,)
+        return self._packed
 
-    def _read_bias(self, tensors: Mapping[str, TensorHandle]) -> torch.Tensor | None:
-        return self._read(tensors, "bias", None) if self._bias else None
+    def _blocks(self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]) -> Any:
+        """Stored quantized rows [rows, bytes]; columns are cut between blocks, which `_keeps` has made sure of."""
+        import numpy as np
+
+        pieces = []
+        for part in parts:
+            stored = tensors[f"{part.name}.weight"].blocks(part.rows)
+            low, high = (at * stored.shape[1] // self._in_features for at in _ends(self._cols))
+            pieces.append(stored[:, low:high])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _read_bias(
+        self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]
+    ) -> torch.Tensor | None:
+        return self._read(tensors, parts, "bias") if self._bias else None
 
     def _read(
-        self, tensors: Mapping[str, TensorHandle], kind: str, cols: slice | None
+        self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part], kind: str
     ) -> torch.Tensor:
         import torch
 
-        ctx = self._ctx
-        whole = cols is None or cols.stop - cols.start == self._in_features
+        ctx, cols = self._ctx, self._cols
+        whole = kind == "bias" or cols.stop - cols.start == self._in_features
         wanted = None if whole else cols
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            return tensors[f"{part.name}.{kind}"].read(ctx.dtype, part.rows, wanted).to(ctx.device)
+        if len(parts) == 1:
+            handle = tensors[f"{parts[0].name}.{kind}"]
+            return handle.read(ctx.dtype, parts[0].rows, wanted).to(ctx.device)
         # Filled part by part, so that never more than one part exists twice.
-        shape = (self._out,) if cols is None else (self._out, cols.stop - cols.start)
+        out = sum(part.count for part in parts)
+        shape = (out,) if kind == "bias" else (out, cols.stop - cols.start)
         merged = torch.empty(shape, dtype=ctx.dtype, device=ctx.device)
         start = 0
-        for part in self._parts:
-            stop = start + part.rows.stop - part.rows.start
+        for part in parts:
+            stop = start + part.count
             merged[start:stop].copy_(
                 tensors[f"{part.name}.{kind}"].read(ctx.dtype, part.rows, wanted)
             )
             start = stop
         return merged
+
+
+def _ends(span: slice) -> tuple[int, int]:
+    return span.start, span.stop
 
 
 class RowParallelLinear(Linear):
@@ -105,10 +160,12 @@ class RowParallelLinear(Linear):
         self._all_reduce = ctx.collectives.all_reduce
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(self._op(x, self._packed))
+        return self._all_reduce(super().__call__(x))
 
-    def _read_bias(self, tensors: Mapping[str, TensorHandle]) -> torch.Tensor | None:
-        bias = super()._read_bias(tensors)
+    def _read_bias(
+        self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]
+    ) -> torch.Tensor | None:
+        bias = super()._read_bias(tensors, parts)
         if bias is not None and self._ctx.rank:
             bias.zero_()  # the sum over ranks must hold it once; every rank keeps the same kernel
         return bias

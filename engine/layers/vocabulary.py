@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.base import Layer, Weight, dtype_name
@@ -32,13 +34,33 @@ class Vocabulary(Layer):
         self._spec = spec
         self._rows = -(-spec.vocab // ctx.world)
         self._start = self._rows * ctx.rank
-        self._scale = spec.embedding_scale
         self._softcap = spec.final_softcap
         dtype = dtype_name(ctx.dtype)
-        self._lookup = ctx.ops.bind("embedding", EmbeddingQuery(self._rows, spec.hidden, dtype))
-        self._head = ctx.ops.bind("linear", LinearQuery(spec.hidden, self._rows, dtype))
+        # What a scale in a buffer of the compute dtype would be: sqrt(hidden) is rounded before it is used.
+        scale = rounded(spec.embedding_scale, dtype)
+        lookup = EmbeddingQuery(self._rows, spec.hidden, dtype, self._scheme(EMBED), scale)
+        self._table_scheme = self._kept("embedding", lookup)
+        self._lookup = ctx.ops.bind("embedding", replace(lookup, scheme=self._table_scheme))
+        stored = HEAD if HEAD in ctx.schemes else EMBED
+        head = LinearQuery(
+            spec.hidden, self._rows, dtype, self._scheme(stored), out_dtype="float32"
+        )
+        self._head_scheme = self._kept("linear", head)
+        self._head = ctx.ops.bind("linear", replace(head, scheme=self._head_scheme))
         self._table: Any = None
         self._matrix: Any = None
+
+    def _scheme(self, name: str) -> str:
+        # rows that pad the last rank's share have no blocks in the file
+        return (
+            ""
+            if self._rows * self._ctx.world != self._spec.vocab
+            else self._ctx.schemes.get(name, "")
+        )
+
+    def _kept(self, op: str, query: Any) -> str:
+        """The scheme whose blocks are computed with; "" when the table is dequantized."""
+        return query.scheme if query.scheme and self._ctx.ops.can(op, query) else ""
 
     def weights(self) -> Sequence[Weight]:
         shape, tied = (self._spec.vocab, self._spec.hidden), self._spec.tie_embeddings
@@ -48,16 +70,24 @@ class Vocabulary(Layer):
         )
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
+        table = self._read(tensors[EMBED], self._table_scheme)
+        own = tensors.get(HEAD)
+        tied = own is None or (self._spec.tie_embeddings and self._equal(own, tensors[EMBED]))
+        self._table = self._lookup.pack(table)
+        shared = self._lookup.packing and self._lookup.packing == self._head.packing
+        if tied and shared and self._table_scheme == self._head_scheme:
+            self._matrix = self._table
+        elif tied and self._table_scheme == self._head_scheme:
+            self._matrix = self._head.pack(table, None)
+        else:
+            del table
+            stored = tensors[EMBED] if tied or own is None else own
+            self._matrix = self._head.pack(self._read(stored, self._head_scheme), None)
+
+    def _equal(self, one: TensorHandle, other: TensorHandle) -> bool:
         import torch
 
-        # What a scale in a buffer of the compute dtype would be: sqrt(hidden) is rounded before it is used.
-        self._scale = torch.tensor(self._spec.embedding_scale, dtype=self._ctx.dtype).item()
-        table = self._read(tensors[EMBED])
-        matrix = self._read(tensors[HEAD]) if HEAD in tensors else table
-        if self._spec.tie_embeddings and torch.equal(matrix, table):
-            matrix = table
-        self._table = self._lookup.pack(table)
-        self._matrix = self._head.pack(matrix, None)
+        return torch.equal(self._read(one, ""), self._read(other, ""))
 
     def held(self) -> Sequence[Any]:
         return self._table, self._matrix
@@ -65,28 +95,28 @@ class Vocabulary(Layer):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [T] -> [T, hidden], scaled where the model scales."""
         if self._ctx.world == 1:
-            x = self._lookup(token_ids, self._table)
-        else:
-            local = token_ids - self._start
-            absent = (local < 0) | (local >= self._rows)
-            x = self._lookup(local.masked_fill(absent, 0), self._table)
-            x = self._ctx.collectives.all_reduce(x.masked_fill(absent.unsqueeze(1), 0))
-        return x if self._scale == 1.0 else x * self._scale
+            return self._lookup(token_ids, self._table)
+        local = token_ids - self._start
+        absent = (local < 0) | (local >= self._rows)
+        x = self._lookup(local.masked_fill(absent, 0), self._table)
+        return self._ctx.collectives.all_reduce(x.masked_fill(absent.unsqueeze(1), 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden] -> float32 [R, vocab] on every rank."""
         logits = self._head(hidden, self._matrix)
         if self._ctx.world > 1:
             logits = self._ctx.collectives.all_gather(logits, dim=-1)[:, : self._spec.vocab]
-        logits = logits.float()
         if self._softcap:
             logits = (logits / self._softcap).tanh_().mul_(self._softcap)
         return logits
 
-    def _read(self, handle: TensorHandle) -> torch.Tensor:
+    def _read(self, handle: TensorHandle, scheme: str) -> Any:
+        """This rank's rows: blocks as they are stored, or values in the compute dtype."""
         import torch
 
         ctx, vocab = self._ctx, self._spec.vocab
+        if scheme:
+            return handle.blocks(slice(self._start, self._start + self._rows))
         start, stop = min(self._start, vocab), min(self._start + self._rows, vocab)
         if stop - start == self._rows:
             return handle.read(ctx.dtype, slice(start, stop)).to(ctx.device)
@@ -94,3 +124,13 @@ class Vocabulary(Layer):
         if stop > start:
             table[: stop - start].copy_(handle.read(ctx.dtype, slice(start, stop)))
         return table
+
+
+def rounded(value: float, dtype: str) -> float:
+    """The nearest number of a compute dtype (ties to even), without torch."""
+    if dtype == "float16":
+        return float(struct.unpack("<e", struct.pack("<e", value))[0])
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    if dtype == "bfloat16":
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])

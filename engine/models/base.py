@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ class BuildContext:
     collectives: Collectives
     kv_dtype: str
     device: torch.device
+    # Stored tensor -> its quantization ("Q4_1"), for those whose blocks may be computed with as they are.
+    schemes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:

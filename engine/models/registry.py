@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from headrace.engine.models.base import BuildContext
@@ -48,17 +48,25 @@ def build_model(spec: ModelSpec, ctx: BuildContext, max_model_len: int) -> Decod
 
 
 def selection_queries(
-    spec: ModelSpec, dtype: str, kv_dtype: str = "", world: int = 1
+    spec: ModelSpec,
+    dtype: str,
+    kv_dtype: str = "",
+    world: int = 1,
+    schemes: Mapping[str, str] | None = None,
+    can: Callable[[str, Any], bool] = lambda op, query: False,
 ) -> list[tuple[str, Any]]:
-    """Every distinct (op, query) that building the model on one of `world` devices binds, in order of binding."""
-    recorder = _Recorder()
-    _build_unbound(spec, recorder, dtype, kv_dtype or dtype, world)
+    """Every distinct (op, query) that building the model on one of `world` devices binds, in order of binding.
+
+    `schemes` and `can` are BuildContext.schemes and Ops.can: which stored blocks the device computes with.
+    """
+    recorder = _Recorder(can)
+    _build_unbound(spec, recorder, dtype, kv_dtype or dtype, world, schemes or {})
     return list(recorder.queries)
 
 
 def model_shape(spec: ModelSpec) -> ModelShape:
     """The numbers that a platform's defaults may depend on."""
-    model = _build_unbound(spec, _Recorder(), spec.dtype, spec.dtype, 1)
+    model = _build_unbound(spec, _Recorder(), spec.dtype, spec.dtype, 1, {})
     weights = [
         weight for layer in model.layers() for weight in layer.weights() if not weight.optional
     ]
@@ -79,7 +87,8 @@ def model_shape(spec: ModelSpec) -> ModelShape:
 class _Recorder:
     """Stands in for Ops: notes what is bound and binds nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, can: Callable[[str, Any], bool] = lambda op, query: False) -> None:
+        self.can = can
         self.queries: dict[tuple[str, Any], None] = {}
 
     def bind(self, op: str, query: Any) -> None:
@@ -87,10 +96,17 @@ class _Recorder:
 
 
 def _build_unbound(
-    spec: ModelSpec, recorder: _Recorder, dtype: str, kv_dtype: str, world: int
+    spec: ModelSpec,
+    recorder: _Recorder,
+    dtype: str,
+    kv_dtype: str,
+    world: int,
+    schemes: Mapping[str, str],
 ) -> Decoder:
     group = SoloCollectives()
     group.world = world
     # Constructors use a dtype's name only and keep the device for loading, so plain stand-ins do.
-    ctx = BuildContext(cast(Any, recorder), cast(Any, dtype), group, kv_dtype, cast(Any, None))
+    ctx = BuildContext(
+        cast(Any, recorder), cast(Any, dtype), group, kv_dtype, cast(Any, None), schemes
+    )
     return build_model(spec, ctx, spec.max_position)

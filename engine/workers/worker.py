@@ -15,10 +15,11 @@ from headrace.engine.kv_cache.plan import make_kv_plan
 from headrace.engine.models.base import BuildContext, Model
 from headrace.engine.models.registry import build_model
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
+from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
 from headrace.platforms.collectives import Collectives, GroupSpec
-from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.kv_layout import KVPlan
 from headrace.platforms.ops import Ops
 from headrace.platforms.probe import load_platform
@@ -78,18 +79,19 @@ class Worker:
             self._dtype_name = self._device.dtypes[0]
         dtype = getattr(torch, self._dtype_name)
         kv_dtype = config.cache.kv_cache_dtype
-        context = BuildContext(
-            self._ops,
-            dtype,
-            self._collectives,
-            self._dtype_name if kv_dtype == "auto" else kv_dtype,
-            self._runtime.device,
-        )
         limits = limits_of(setup)
-        model = build_model(spec, context, limits.max_model_len)
-        sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
         source = open_source(setup.files, config.model.hf_overrides)
         try:
+            context = BuildContext(
+                self._ops,
+                dtype,
+                self._collectives,
+                self._dtype_name if kv_dtype == "auto" else kv_dtype,
+                self._runtime.device,
+                kept_schemes(source, config.model.weights, self._dtype_name, self._device),
+            )
+            model = build_model(spec, context, limits.max_model_len)
+            sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
             self._weight_bytes = model.load_weights(
                 source, lambda done, total, text: self._report("load", done, total, text)
             )
@@ -176,6 +178,20 @@ class Worker:
             self._collectives.close()
         if self._runtime is not None:
             self._runtime.close()
+
+
+def kept_schemes(
+    source: WeightSource, wanted: str, dtype: str, device: DeviceInfo
+) -> dict[str, str]:
+    """BuildContext.schemes: the quantized tensors whose blocks should be computed with as they are.
+
+    With "auto" a dtype finer than the one the device prefers means that exact weights are wanted: they are then
+    dequantized, as they are for devices without kernels for the blocks.
+    """
+    if wanted == "dequantized" or (wanted == "auto" and dtype != device.dtypes[0]):
+        return {}
+    schemes = ((name, source.get(name).scheme) for name in source.names())
+    return {name: scheme for name, scheme in schemes if not hasattr(torch, scheme)}
 
 
 def policy_of(setup: Setup) -> Policy:

@@ -145,7 +145,7 @@ def stored_rows(weight: Any, scheme: str) -> np.ndarray:
 
 
 class NativeLinear(LinearImpl):
-    packing = "panels"  # what NativeEmbedding packs too: a tied table is held once
+    packing = "panels"
 
     def __init__(self, query: LinearQuery, runtime: Any) -> None:
         super().__init__(query, runtime)
@@ -159,6 +159,9 @@ class NativeLinear(LinearImpl):
         rows, k = self.query.out_features, self.query.in_features
         data = self._kernels.pack(self._scheme, stored_rows(weight, self._scheme), rows, k)
         return Panels(data, self._scheme, rows, k, None if bias is None else bias.float())
+
+    def empty(self, rows: int, features: int) -> torch.Tensor:
+        return self._kernels.empty((rows, features), self._out)
 
     def __call__(
         self, x: torch.Tensor, packed: Panels, out: torch.Tensor | None = None

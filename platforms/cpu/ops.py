@@ -21,8 +21,12 @@ class TorchLinear(LinearImpl):
         bias = None if bias is None else bias.to(dtype)
         return weight.to(dtype).contiguous(), bias
 
-    def __call__(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, packed: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         y = F.linear(x, packed[0], packed[1])
+        if out is not None:
+            return out.copy_(y)
         return y.to(getattr(torch, self.query.out_dtype)) if self.query.out_dtype else y
 
 

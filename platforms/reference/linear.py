@@ -17,8 +17,12 @@ class ReferenceLinear(LinearImpl):
         dtype = getattr(torch, self.query.dtype)
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
-    def __call__(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, packed: Packed, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         y = F.linear(x, *packed)
+        if out is not None:
+            return out.copy_(y)
         return y.to(getattr(torch, self.query.out_dtype)) if self.query.out_dtype else y
 
 
