@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.platforms.cpu.platform import CpuPlatform
-from headrace.platforms.ops import CONTRACTS, compare
+from headrace.platforms.ops import CONTRACTS
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
@@ -18,6 +18,7 @@ from headrace.platforms.queries import (
     RotaryQuery,
     SampleQuery,
 )
+from headrace.platforms.reference.compare import compare
 from headrace.platforms.registry import REFERENCE, Registry, SelectionError
 
 DTYPES = ("float32", "bfloat16", "float16")
