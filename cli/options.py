@@ -14,6 +14,7 @@ from headrace.engine.config.flag import GROUPS, Flag, Given
 from headrace.engine.config.flags import FLAGS
 from headrace.engine.config.names import (
     all_spellings,
+    nearest,
     negative_name,
     normalise,
     setting_default,
@@ -143,10 +144,18 @@ def _quick(params: list[Any]) -> list[Any]:
 
 
 class Group(TyperGroup):
-    """A group of commands that answers --help quickly."""
+    """A group of commands that answers --help quickly and a wrong name with the nearest."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _quick(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and args[0] not in self.commands:
+            known = self.list_commands(ctx)
+            guess = nearest(args[0], known)
+            hint = f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
+            raise CliError(f"unknown command {args[0]}; {hint}")
+        return super().resolve_command(ctx, args)
 
 
 class Command(TyperCommand):

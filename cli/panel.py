@@ -49,10 +49,13 @@ def show(plan: Plan, info: EngineReady, sock: socket.socket, chats: bool, settle
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, text in rows:
+    *framed, (_, example) = rows
+    for name, text in framed:
         grid.add_row(name, Text(text, style="" if name else "dim"))
     title = f"headrace {version('headrace')}"
-    Console().print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
+    console = Console()
+    console.print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
+    console.print(Text(example), soft_wrap=True)  # no frame, no line breaks: it can be copied
 
 
 def facts(
