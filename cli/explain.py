@@ -127,7 +127,8 @@ def _table(decisions: Sequence[Decision]) -> Table:
     """One section for each op; its queries that were decided alike are shown once, the chosen row first."""
     table = Table("op", "implementation", "verdict", "rank", "why")
     groups: dict[tuple[str, str, tuple[Candidate, ...]], list[Decision]] = {}
-    for decision in decisions:
+    order = list(dict.fromkeys(decision.op for decision in decisions))
+    for decision in sorted(decisions, key=lambda row: order.index(row.op)):
         key = (decision.op, decision.chosen, decision.candidates)
         groups.setdefault(key, []).append(decision)
     split = {op for op, _, _ in groups if sum(op == other for other, _, _ in groups) > 1}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.cli.errors import CliError
 from headrace.engine.config import env
@@ -21,6 +22,8 @@ from headrace.engine.config.resolve import (
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.models.registry import model_shape, selection_queries
 from headrace.engine.models.spec import ModelSpec
+from headrace.engine.weights.gguf import GGUFFile
+from headrace.engine.weights.gguf_names import ROPE_TENSORS, hf_name
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.device import DeviceInfo
@@ -132,17 +135,41 @@ def decide(plan: Plan) -> list[Decision]:
     problems = policy_problems(policy, registry)
     if problems:
         raise CliError(problems[0])
+
+    def choose(op: str, query: Any) -> Decision:
+        return select(op, query, plan.device, registry, policy)
+
+    def can(op: str, query: Any) -> bool:
+        try:
+            choose(op, query)
+        except SelectionError:
+            return False
+        return True
+
+    dtype, world = plan.config.model.dtype, device.tensor_parallel_size
     try:
-        queries = selection_queries(
-            plan.spec, plan.config.model.dtype, plan.kv_dtype, device.tensor_parallel_size
-        )
+        queries = selection_queries(plan.spec, dtype, plan.kv_dtype, world, _blocks(plan), can)
         seats = plan.config.scheduler.max_num_seqs
         queries.append(("sample", SampleQuery(plan.spec.vocab, seats)))
-        return [select(op, query, plan.device, registry, policy) for op, query in queries]
+        return [choose(op, query) for op, query in queries]
     except ModelError as error:
         raise CliError(str(error)) from None
     except SelectionError as error:
         raise CliError(str(error), details=_table(error.candidates)) from None
+
+
+def _blocks(plan: Plan) -> dict[str, str]:
+    """Stored tensor -> quantization, for the tensors whose blocks the engine will try to compute with."""
+    settings = plan.config.model
+    exact = settings.weights == "auto" and settings.dtype != plan.device.dtypes[0]
+    if plan.files.kind != "gguf" or settings.weights == "dequantized" or exact:
+        return {}
+    with GGUFFile(plan.files.weights[0]) as file:
+        return {
+            hf_name(plan.spec.architecture, name): tensor.type.name
+            for name, tensor in file.tensors.items()
+            if name not in ROPE_TENSORS and tensor.type.block > 1
+        }
 
 
 def _table(candidates: Sequence[Candidate]) -> str:

@@ -114,8 +114,7 @@ _MODEL_FLAGS = (
         "--weights",
         "model.weights",
         MODEL,
-        "Quantized files: compute on their blocks where there are kernels, or dequantize. auto takes blocks, but "
-        "exact values for a finer dtype than the device's own.",
+        "Compute on a quantized file's blocks where the device can, or dequantize at load.",
         **_choice("auto", "blocks", "dequantized"),
         example="--weights dequantized",
     ),

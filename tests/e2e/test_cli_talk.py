@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -78,6 +79,16 @@ def test_the_curl_example_works(server: Server) -> None:
         server.lines["try"], shell=True, capture_output=True, text=True, timeout=120
     )
     assert json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
+
+
+def test_explain_tells_what_the_server_chose(server: Server, smollm2_gguf: Path) -> None:
+    running = httpx.get(f"{server.url}/debug/selection").json()["selection"]
+    told = json.loads(headrace("explain", str(smollm2_gguf), "--json").stdout)["ops"]
+    assert _choices(running) == _choices(told)
+
+
+def _choices(rows: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    return {(row["op"], json.dumps(row["query"], sort_keys=True), row["chosen"]) for row in rows}
 
 
 def test_model_names(server: Server, smollm2_gguf: Path) -> None:
