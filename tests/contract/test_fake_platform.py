@@ -100,8 +100,10 @@ def test_decode_steps_are_replayed_from_graphs(model):
         assert "fake_graphs" in {row["chosen"] for row in engine.info.selection}
 
 
-def test_two_ranks_in_processes(model):
-    with FakeEngine(model, "hash", tensor_parallel_size=2) as engine:
+@pytest.mark.parametrize("arch", ["hash", "graphs"])
+def test_two_ranks_in_processes(model, monkeypatch, arch):
+    monkeypatch.setenv("HEADRACE_FAKE_ARCH", arch)
+    with FakeEngine(model, arch, tensor_parallel_size=2) as engine:
         check(engine, prompts(4, shared=20), 10)
 
 
@@ -144,7 +146,7 @@ def test_auto_never_takes_it(fake_platform):
     found = resolve_device("auto")
     assert found.device.platform == "cpu"
     assert any(line.startswith("fake: not preferred") for line in found.others)
-    assert resolve_device("fake:1").device.arch == "count"
+    assert resolve_device("fake:1").device.index == 1
 
 
 @pytest.mark.parametrize(

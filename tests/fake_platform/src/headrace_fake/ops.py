@@ -53,8 +53,10 @@ class FakeLinear(LinearImpl):
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return weight
 
-    def __call__(self, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        y = torch.zeros(x.shape[0], self.query.out_features)
+    def __call__(
+        self, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = torch.zeros(x.shape[0], self.query.out_features) if out is None else out.zero_()
         if self.query.out_features == self.runtime.vocab_rows:
             self._logits(x, y)
         else:
