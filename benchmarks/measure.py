@@ -37,6 +37,14 @@ GOALS: dict[str, list[Goal]] = {
         ("memory of all processes, GB", lambda r: _median("resident_bytes")(r) / 1e9, 1.2, "max"),
         ("idle share of a core, %", _median("idle_cpu_percent"), 2.0, "max"),
     ],
+    "scheduler": [
+        (
+            "slowest case, sequences/s",
+            lambda rows: min(row["sequences_per_second"] for row in rows),
+            20_000,
+            "min",
+        )
+    ],
 }
 
 
