@@ -8,7 +8,8 @@ namespace hr {
 
 constexpr int kOwnRows = 4;      // up to here every thread quantizes x for itself: cheaper than one more step
 constexpr int kRowBlock = 512;   // rows that share one dequantized panel
-constexpr int kTileRows = 12;    // from here the tile unit is faster than row kernels
+// Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first.
+constexpr int kTileRows = 5, kTileRowsQuantized = 28;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
 
@@ -160,7 +161,7 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   QuantType t{};
   const bool quantized = quant_type(a.format, &t);
 #if HR_AMX
-  if (a.rows >= kTileRows && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
+  if (a.rows >= (quantized ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
     const int64_t chunks = (panels(a.n) + 1) / 2 * ((a.rows + kRowBlock - 1) / kRowBlock);
     if (chunks <= 65535) {
       out[0] = {run_linear_tiles, &a, int(chunks)};

@@ -189,6 +189,10 @@ void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point
   const uint16_t* mins = reinterpret_cast<const uint16_t*>(panel + shape.mins_at);
   const __m512 columns = _mm512_loadu_ps(panel);
   const __m512i nibble = _mm512_set1_epi8(15), low = _mm512_set1_epi32(255);
+  const __m512 counting = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  uint16_t order[32];  // 0, 16, 1, 17, ...: columns of the even inputs between those of the odd ones
+  for (int i = 0; i < 32; ++i) order[i] = uint16_t(i / 2 + i % 2 * 16);
+  const __m512i zip = _mm512_loadu_si512(order);
   constexpr int kGroups = 32 / GROUP, kSteps = 8 / kGroups;
   for (int64_t b = 0; b < shape.blocks; ++b, data += shape.block_bytes) {
     const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
@@ -201,6 +205,7 @@ void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point
       } else {
         m = _mm512_mul_ps(d, _mm512_set1_ps(float(-zero_point)));
       }
+#pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s) {
         const int step = g * kSteps + s;
         __m512i w;
@@ -208,16 +213,26 @@ void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point
           w = _mm512_loadu_si512(data + step * 64);
         } else {
           w = _mm512_loadu_si512(data + (step & 3) * 64);
-          w = _mm512_and_si512(step < 4 ? w : _mm512_srli_epi16(w, 4), nibble);
-          if constexpr (BITS >= 5) w = _mm512_mask_add_epi8(w, planes[step], w, _mm512_set1_epi8(16));
-          if constexpr (BITS >= 6) w = _mm512_mask_add_epi8(w, planes[8 + step], w, _mm512_set1_epi8(32));
+          if constexpr (BITS >= 5) {
+            w = _mm512_and_si512(step < 4 ? w : _mm512_srli_epi16(w, 4), nibble);
+            w = _mm512_mask_add_epi8(w, planes[step], w, _mm512_set1_epi8(16));
+            if constexpr (BITS >= 6) w = _mm512_mask_add_epi8(w, planes[8 + step], w, _mm512_set1_epi8(32));
+          }
         }
+#pragma GCC unroll 2
         for (int p = 0; p < 2; ++p) {
-          const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p), low));
-          const __m512 odd = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p + 8), low));
-          const __m512i e = _mm512_cvtepu16_epi32(pack_bf16(_mm512_fmadd_ps(even, d, m)));
-          const __m512i o = _mm512_cvtepu16_epi32(pack_bf16(_mm512_fmadd_ps(odd, d, m)));
-          _mm512_storeu_si512(out + ((b * 32 + step * 4 + 2 * p) / 2) * 64, _mm512_or_si512(e, _mm512_slli_epi32(o, 16)));
+          __m512 even, odd;
+          if constexpr (BITS == 4) {  // the permutation looks at four bits of its index: mask and conversion in one
+            const int shift = 16 * p + (step < 4 ? 0 : 4);
+            even = _mm512_permutexvar_ps(_mm512_srli_epi32(w, shift), counting);
+            odd = _mm512_permutexvar_ps(_mm512_srli_epi32(w, shift + 8), counting);
+          } else {
+            even = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p), low));
+            odd = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(w, 16 * p + 8), low));
+          }
+          const __m512i both =
+              (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(odd, d, m), _mm512_fmadd_ps(even, d, m));
+          _mm512_storeu_si512(out + ((b * 32 + step * 4 + 2 * p) / 2) * 64, _mm512_permutexvar_epi16(zip, both));
         }
       }
     }
