@@ -1,4 +1,4 @@
-"""Contracts of the ops that own a packed weight: linear layers and embeddings."""
+"""Contracts of the ops that own a packed weight: linear layers, embeddings, experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace.platforms.device import DeviceRuntime
-from headrace.platforms.queries import EmbeddingQuery, LinearQuery
+from headrace.platforms.queries import EmbeddingQuery, ExpertsQuery, LinearQuery
 
 if TYPE_CHECKING:
     import torch
@@ -58,3 +58,31 @@ class EmbeddingImpl(ABC):
     @abstractmethod
     def __call__(self, ids: torch.Tensor, packed: Any) -> torch.Tensor:
         """ids [T] int32 or int64, each within [0, vocab) -> [T, hidden] in the query's dtype."""
+
+
+class ExpertsImpl(ABC):
+    """All experts of one layer: y[t] = sum over k of weights[t, k] * expert ids[t, k] of x[t].
+
+    An expert is down(act(gate(x)) * up(x)), with the query's activation. What lies between the two products is rounded
+    to the query's dtype at most once; the sum over k is taken in float32, in an order that does not depend on the
+    other tokens.
+    """
+
+    def __init__(self, query: ExpertsQuery, runtime: DeviceRuntime) -> None:
+        self.query = query
+        self.runtime = runtime
+
+    @abstractmethod
+    def pack(self, w13: Any, w2: Any) -> Any:
+        """Once after load -> the kernel's own layout. w13 [E, 2 * I, H] (gate's rows, then up's), w2 [E, H, I].
+
+        Tensors on the device; for a quantized scheme a sequence of E arrays of raw blocks [rows, bytes a row], each
+        read from the file when it is asked for. An implementation may keep the tensors it is given.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        """x [T, H], weights [T, K] float32, ids [T, K] int32 within [0, E), unlike in a row -> [T, H] in the query's
+        dtype."""

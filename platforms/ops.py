@@ -104,6 +104,22 @@ CONTRACTS: Mapping[str, OpContract] = {
             {"vocab": 512},
         ),
         _contract(
+            "topk_softmax",
+            """(logits[T, E] float32, top_k, renormalize: bool) -> (weights[T, K] float32, ids[T, K] int32).
+
+            Selected by RouterQuery. ids: the K experts with the largest logits, best first, the lower id among equals;
+            weights: their softmax over all E, divided by the sum of the K if renormalize. A row with NaN gives some
+            unlike ids within [0, E).""",
+            _REDUCTION,
+        ),
+        _contract(
+            "fused_experts",
+            """ExpertsImpl (platforms/linear.py), selected by ExpertsQuery.""",
+            _REDUCTION,
+            "class",
+            {"experts": 16, "top_k": 8, "hidden": 512, "intermediate": 256},
+        ),
+        _contract(
             "paged_attention",
             "PagedAttention (platforms/attention.py), selected by AttentionQuery.",
             _REDUCTION,

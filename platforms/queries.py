@@ -30,6 +30,30 @@ class EmbeddingQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterQuery:
+    """Which of `experts` each token goes to: the `top_k` best by softmax of its logits."""
+
+    experts: int
+    top_k: int
+    renormalize: bool = False  # the chosen weights sum to 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsQuery:
+    """Gated feed-forward experts: gate and up [2 * intermediate, hidden] in `scheme`, down [hidden, intermediate] in
+    `down_scheme` ("" = same as dtype), both on this rank."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    dtype: str  # of x and y
+    scheme: str = ""
+    down_scheme: str = ""
+    activation: str = "silu"  # "silu" | "gelu_tanh" | "gelu"
+
+
+@dataclass(frozen=True, slots=True)
 class NormQuery:
     hidden: int
     dtype: str

@@ -31,6 +31,15 @@ def _linear(query: Any, device: DeviceInfo) -> Verdict:
     return _note_bf16(check, query.dtype, device).verdict()
 
 
+def _experts(query: Any, device: DeviceInfo) -> Verdict:
+    check = Check().need(query.dtype in FLOATS, f"dtype {query.dtype} not in {FLOATS}")
+    for scheme in dict.fromkeys((query.scheme or query.dtype, query.down_scheme or query.dtype)):
+        check.need(
+            scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with"
+        )
+    return _note_bf16(check, query.dtype, device).verdict()
+
+
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
     check = Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
     check.need(
@@ -44,6 +53,7 @@ def implementations() -> list[Implementation]:
     home = "headrace.platforms.cpu"
     rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict]], ...] = (
         ("linear", f"{home}.ops:TorchLinear", _linear),
+        ("fused_experts", f"{home}.experts:TorchExperts", _experts),
         ("paged_attention", f"{home}.attention:TorchAttention", _attention),
         ("rms_norm", f"{home}.ops:rms_norm", always),
         ("fused_add_rms_norm", f"{home}.ops:fused_add_rms_norm", always),

@@ -30,15 +30,29 @@ def _elementwise(query: Any, device: DeviceInfo) -> Verdict:
 
 
 def _matrix(query: Any, device: DeviceInfo) -> Verdict:
-    scheme = query.scheme or query.dtype
-    check = _built(query, device)
-    check.need(scheme in BLOCKS or scheme in DTYPES, f"no kernel for weights in {scheme}")
     width = query.in_features if hasattr(query, "in_features") else query.hidden
+    return _weights(_built(query, device), query.scheme or query.dtype, width).verdict()
+
+
+def _experts(query: Any, device: DeviceInfo) -> Verdict:
+    matrices = {
+        (query.scheme or query.dtype, query.hidden): None,
+        (query.down_scheme or query.dtype, query.intermediate): None,
+    }
+    check = _built(query, device)
+    for scheme, width in matrices:
+        _weights(check, scheme, width)
+    return check.verdict()
+
+
+def _weights(check: Check, scheme: str, width: int) -> Check:
+    """A matrix with rows of `width` weights stored in `scheme`."""
+    check.need(scheme in BLOCKS or scheme in DTYPES, f"no kernel for weights in {scheme}")
     block = BLOCKS.get(scheme, 2)
     check.need(width % block == 0, f"rows of {width} are no multiple of {block} weights")
     if scheme in BLOCKS:
         check.note(f"computes on the blocks of {scheme}, activations rounded to 8 bits")
-    return check.verdict()
+    return check
 
 
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
@@ -56,6 +70,7 @@ def native_implementations() -> list[Implementation]:
     rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict]], ...] = (
         ("linear", f"{ops}:NativeLinear", _matrix),
         ("embedding", f"{ops}:NativeEmbedding", _matrix),
+        ("fused_experts", "experts:NativeExperts", _experts),
         ("paged_attention", f"{attention}:NativeAttention", _attention),
         ("rms_norm", f"{ops}:NativeNorm", _elementwise),
         ("fused_add_rms_norm", f"{ops}:NativeAddNorm", _elementwise),

@@ -20,6 +20,15 @@ def _plain_weights(query: Any, _device: DeviceInfo) -> Verdict:
     )
 
 
+def _plain_experts(query: Any, _device: DeviceInfo) -> Verdict:
+    check = Check().need(query.dtype in FLOATS, f"dtype {query.dtype} not in {FLOATS}")
+    for scheme in dict.fromkeys((query.scheme or query.dtype, query.down_scheme or query.dtype)):
+        check.need(
+            scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with"
+        )
+    return check.verdict()
+
+
 def _attention(query: Any, _device: DeviceInfo) -> Verdict:
     return (
         Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}").verdict()
@@ -36,6 +45,7 @@ def implementations() -> list[Implementation]:
         "silu_and_mul": "ops",
         "gelu_and_mul": "ops",
         "gelu_tanh_and_mul": "ops",
+        "topk_softmax": "experts",
         "sample": "sampling",
     }
     rows = [
@@ -45,6 +55,7 @@ def implementations() -> list[Implementation]:
     for op, target, supports in (
         ("linear", "linear:ReferenceLinear", _plain_weights),
         ("embedding", "linear:ReferenceEmbedding", _plain_weights),
+        ("fused_experts", "experts:ReferenceExperts", _plain_experts),
         ("paged_attention", "attention:ReferenceAttention", _attention),
     ):
         rows.append(

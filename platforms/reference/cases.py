@@ -20,9 +20,11 @@ from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
     EmbeddingQuery,
+    ExpertsQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    RouterQuery,
     SampleQuery,
 )
 
@@ -77,6 +79,58 @@ def embedding(query: EmbeddingQuery, device: torch.device, seed: int) -> list[Ca
     return [
         _case(f"ids {t}", lambda op, draw, t=t: body(op, draw, t), device, seed)  # type: ignore[misc]
         for t in (torch.int32, torch.int64)
+    ]
+
+
+def topk_softmax(query: RouterQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, tokens: int, scale: float, step: float) -> Tensors:
+        logits = draw.normal(tokens, query.experts, scale=scale)
+        if step:  # many equal logits
+            logits = (logits / step).round() * step
+        weights, ids = op(logits, query.top_k, query.renormalize)
+        return weights, ids
+
+    return [
+        _case(
+            f"T={n}, logits x{s} in steps of {step}",
+            lambda op, draw, n=n, s=s, step=step: body(op, draw, n, s, step),  # type: ignore[misc]
+            device,
+            seed,
+        )
+        for n in (1, 5, 64)
+        for s, step in ((1.0, 0.0), (30.0, 0.0), (1.0, 0.5), (0.0, 0.0))
+    ]
+
+
+def fused_experts(query: ExpertsQuery, device: torch.device, seed: int) -> list[Case]:
+    """Tokens spread over all experts, over as few as can be (the others unused), and all on the same ones."""
+    experts, top_k = query.experts, query.top_k
+
+    def chosen(draw: _Draw, tokens: int, spread: str) -> torch.Tensor:
+        scores = draw.uniform(tokens, experts)
+        if spread == "few":
+            scores[:, top_k + 1 :] = 0
+        elif spread == "one":
+            scores = scores[:1].expand(tokens, experts)
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].int()
+
+    def body(op: Any, draw: _Draw, tokens: int, spread: str) -> Tensors:
+        hidden, size = query.hidden, query.intermediate
+        w13 = draw.normal(experts, 2 * size, hidden, dtype=query.dtype, scale=hidden**-0.5)
+        w2 = draw.normal(experts, hidden, size, dtype=query.dtype, scale=size**-0.5)
+        x = draw.normal(tokens, hidden, dtype=query.dtype)
+        weights = draw.uniform(tokens, top_k)
+        return (op(x, weights, chosen(draw, tokens, spread), op.pack(w13, w2)),)
+
+    return [
+        _case(
+            f"T={n}, {spread} experts",
+            lambda op, draw, n=n, spread=spread: body(op, draw, n, spread),  # type: ignore[misc]
+            device,
+            seed,
+        )
+        for n in (0, 1, 5, 64)
+        for spread in ("all", "few", "one")
     ]
 
 

@@ -13,9 +13,11 @@ from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
     EmbeddingQuery,
+    ExpertsQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    RouterQuery,
     SampleQuery,
 )
 from headrace.platforms.reference.compare import compare
@@ -55,8 +57,15 @@ def queries(op: str) -> list[Any]:
             made += [RotaryQuery(d, r, dtype, neox) for (d, r) in sizes for neox in (True, False)]
         elif op.endswith("_and_mul"):
             made += [ActivationQuery(size, dtype) for size in (1536, 100, 1)]
+        elif op == "fused_experts":
+            sizes = [(8, 2, 64, 96), (16, 4, 96, 32), (3, 3, 34, 10), (1, 1, 64, 32)]
+            made += [ExpertsQuery(*size, dtype) for size in sizes]
+            made += [ExpertsQuery(4, 2, 64, 32, dtype, activation=a) for a in ("gelu", "gelu_tanh")]
         elif op == "paged_attention":
             made += attention_queries(dtype)
+    if op == "topk_softmax":
+        sizes = [(8, 2), (128, 8), (60, 4), (3, 3), (1, 1)]
+        made = [RouterQuery(*size, renormalize) for size in sizes for renormalize in (True, False)]
     if op == "sample":
         made = [SampleQuery(vocab, 8) for vocab in (3, 100, 3000, 33000)]
     return made
