@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._C import DisableTorchFunction
+from torch.overrides import TorchFunctionMode
 
 from headrace.platforms.batch import HostArgs
 from headrace.platforms.cpu.kernels import Arena, Kernels, Tape
@@ -22,22 +22,41 @@ class NotCapturable(RuntimeError):
     """The body computes with an operator that the tape does not see."""
 
 
-class _OnlyViews(TorchDispatchMode):
-    """Refuses PyTorch operators that compute: they would run once at capture and be missing at every replay.
+class _OnlyViews(TorchFunctionMode):
+    """Refuses PyTorch functions that compute: they would run once at capture and be missing at every replay.
 
-    What only looks at memory in another way passes: its results share storage with an input.
+    What only looks at memory in another way passes: its results share storage with an input. (A dispatch mode would see
+    the same at a lower level, but loads PyTorch's compiler, which takes longer than all captures together.)
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if func._schema.is_mutable:
-            raise NotCapturable(name)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
-        for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in known:
+        name = getattr(func, "__name__", str(func))
+        made = [x for x in _leaves(result) if isinstance(x, Tensor)]
+        if made and ((name.endswith("_") and not name.endswith("__")) or name == "__setitem__"):
+            raise NotCapturable(name)
+        if name not in _SOURCES:
+            known = {_storage(x) for x in _leaves(args) if isinstance(x, Tensor)}
+            if any(_storage(x) not in known for x in made):
                 raise NotCapturable(name)
         return result
+
+
+# Functions of the arena itself: memory, not values.
+_SOURCES = frozenset({"from_numpy"})
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _storage(tensor: Tensor) -> int:
+    with DisableTorchFunction():
+        return tensor.untyped_storage().data_ptr()
 
 
 class TapeGraph(Graph):
