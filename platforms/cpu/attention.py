@@ -33,23 +33,32 @@ SCORE_BUDGET = 1 << 22
 WINDOW_STEP = 256
 
 
+class Runs:
+    """Where the keys of some sequences lie: (block, KV head) runs of a cache."""
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        self.blocks = torch.from_numpy(blocks.astype(np.int64))  # [b, n]
+        self._rows: torch.Tensor | None = None
+        self._stride = 0
+
+    def rows(self, cache: torch.Tensor) -> torch.Tensor:
+        """[b * heads, n]: each run's place in the cache. Equal for all layers of a group, so made once."""
+        stride = cache.stride(0) // cache.stride(1)
+        if self._rows is None or self._stride != stride:
+            heads = torch.arange(cache.shape[1]).view(1, -1, 1)
+            self._rows = ((self.blocks * stride).unsqueeze(1) + heads).flatten(0, 1)
+            self._stride = stride
+        return self._rows
+
+
 @dataclass(slots=True)
 class Decodes:
     """Requests with one new token and a like number of blocks to read."""
 
     tokens: torch.Tensor | slice  # rows of q
-    blocks: torch.Tensor  # [b, n] int64
-    hidden: torch.Tensor | None  # [b, n * S] bool: keys that must not be seen
-    keys: int  # n * S
-    _rows: torch.Tensor | None = None
-    _stride: int = 0
-
-    def rows(self, heads: int, stride: int) -> torch.Tensor:
-        """[b * heads * n]: which (block, head) runs of the cache to gather. Equal for all layers of a group."""
-        if self._rows is None or self._stride != stride:
-            at = (self.blocks * stride).unsqueeze(1) + torch.arange(heads).view(1, -1, 1)
-            self._rows, self._stride = at.flatten(), stride
-        return self._rows
+    runs: Runs
+    hidden: torch.Tensor | None  # [b, keys] bool: keys that must not be seen
+    keys: int
 
 
 @dataclass(slots=True)
@@ -66,7 +75,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Prompt:
-    blocks: torch.Tensor  # [n] int64
+    runs: Runs
     pieces: list[Piece]
 
 
@@ -114,9 +123,8 @@ class TorchAttention(PagedAttention):
             base = 0
             if window:
                 base = max(0, length - (end - start) - window + 1) // size
-            blocks = torch.from_numpy(table[i, base : -(-length // size)].astype(np.int64))
             pieces = list(self._pieces(start, end, length, base * size))
-            plan.prompts.append(Prompt(blocks, pieces))
+            plan.prompts.append(Prompt(Runs(table[i : i + 1, base : -(-length // size)]), pieces))
         return plan
 
     def _plan_write(self, batch: BatchView, group: int) -> Plan:
@@ -146,7 +154,7 @@ class TorchAttention(PagedAttention):
             n = int(count[inside].max())
             # Padding repeats a request's own last block: its contents are finite, whoever owned block 0.
             at = np.minimum(first[inside, None] + np.arange(n), last[inside, None] - 1)
-            blocks = np.take_along_axis(table[inside], at, axis=1).astype(np.int64)
+            runs = Runs(np.take_along_axis(table[inside], at, axis=1))
             position = first[inside, None] * size + np.arange(n * size)
             hidden = position >= lengths[inside, None]
             if self.query.window:
@@ -155,7 +163,7 @@ class TorchAttention(PagedAttention):
             if len(inside) == rows[inside[-1]] - rows[inside[0]] + 1:
                 tokens = slice(int(rows[inside[0]]), int(rows[inside[-1]]) + 1)
             mask = torch.from_numpy(hidden) if hidden.any() else None
-            plan.decodes.append(Decodes(tokens, torch.from_numpy(blocks), mask, n * size))
+            plan.decodes.append(Decodes(tokens, runs, mask, n * size))
 
     def _pieces(self, start: int, end: int, length: int, base: int) -> Iterator[Piece]:
         """Cut a prompt's queries so that masks and scores stay small. Positions count from `base`."""
@@ -217,10 +225,7 @@ class TorchAttention(PagedAttention):
         for part in plan.decodes:
             out[part.tokens] = self._decode(q[part.tokens], k_cache, v_cache, part, sinks)
         for prompt in plan.prompts:
-            n = prompt.blocks.shape[0]
-            at = Decodes(slice(0), prompt.blocks.unsqueeze(0), None, 0)
-            rows = at.rows(k_cache.shape[1], _block_stride(k_cache))
-            keys, values = (_gather(c, rows, n) for c in (k_cache, v_cache))
+            keys, values = (_gather(cache, prompt.runs.rows(cache)) for cache in (k_cache, v_cache))
             for piece in prompt.pieces:
                 span = slice(piece.low, piece.high)
                 attend = self._prompt_explicit if self._explicit else self._prompt_fused
@@ -240,8 +245,7 @@ class TorchAttention(PagedAttention):
     ) -> torch.Tensor:
         """q [b, Hq, D] -> [b, Hq, Dv]."""
         heads = k_cache.shape[1]
-        rows = part.rows(heads, _block_stride(k_cache))
-        n = part.blocks.shape[1]
+        rows = part.runs.rows(k_cache)
         sequences = q.shape[0] * heads
         q = q.reshape(sequences, self._group, -1)
         hidden = part.hidden
@@ -254,9 +258,7 @@ class TorchAttention(PagedAttention):
         results = []
         for low in range(0, sequences, step):
             cut = slice(low, low + step)
-            keys, values = (
-                _gather(c, rows[low * n : (low + step) * n], n) for c in (k_cache, v_cache)
-            )
+            keys, values = (_gather(cache, rows[cut]) for cache in (k_cache, v_cache))
             results.append(
                 self._product(
                     q[cut],
@@ -342,14 +344,11 @@ class TorchAttention(PagedAttention):
         return result.reshape(n, self.query.q_heads, -1)
 
 
-def _block_stride(cache: torch.Tensor) -> int:
-    """Distance of two blocks in units of one (block, head) run."""
-    return cache.stride(0) // cache.stride(1)
-
-
-def _gather(cache: torch.Tensor, rows: torch.Tensor, n: int) -> torch.Tensor:
-    """[N, n * S, D] of cache [P, H, S, D]: runs rows [N * n] put one behind the other."""
+def _gather(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[N, n * S, D] of cache [P, H, S, D]: the n runs of each of N rows put one behind the other."""
     blocks, heads, size, width = cache.shape
     run, line = cache.stride(1), cache.stride(2)
-    runs = cache.as_strided(((blocks - 1) * _block_stride(cache) + heads, size * line), (run, 1))
-    return runs.index_select(0, rows).view(-1, n * size, line)[..., :width]
+    count = (blocks - 1) * (cache.stride(0) // run) + heads
+    runs = cache.as_strided((count, size * line), (run, 1))
+    found = runs.index_select(0, rows.flatten())
+    return found.view(rows.shape[0], rows.shape[1] * size, line)[..., :width]

@@ -67,7 +67,7 @@ def queries(op: str) -> list[Any]:
         sizes = [(8, 2), (128, 8), (60, 4), (3, 3), (1, 1)]
         made = [RouterQuery(*size, renormalize) for size in sizes for renormalize in (True, False)]
     if op == "sample":
-        made = [SampleQuery(vocab, 8) for vocab in (3, 100, 3000, 33000)]
+        made = [SampleQuery(vocab, 8) for vocab in (3, 100, 9000)]
     return made
 
 

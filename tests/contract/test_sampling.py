@@ -136,3 +136,30 @@ def test_the_logits_are_left_alone(sample):
     before = logits.clone()
     sample(logits, temperature=0.7, top_k=50, top_p=0.9)
     assert torch.equal(logits, before)
+
+
+def test_any_mixture_of_options_gives_what_the_reference_gives(bind):
+    """Ties, masks, tiny and large vocabularies, options at their ends; the same uniform numbers."""
+    import random
+
+    from headrace.platforms.reference.sampling import sample as truth
+
+    choose, torch_seed = random.Random(0).choice, torch.manual_seed(0)
+    for vocab in (2, 5, 127, 128, 129, 500, 5000):
+        op = bind("sample", SampleQuery(vocab, 8), "torch")
+        for scale in (0.0, 0.1, 1.0, 3.0, 10.0):
+            logits = torch.randn(8, vocab, generator=torch_seed) * scale
+            logits[2:4] = (logits[2:4] * 4).round() / 4
+            logits[4:6, vocab // 2 :] = float("-inf")
+
+            def column(*values: float) -> torch.Tensor:
+                return torch.tensor([choose(values) for _ in range(8)])
+
+            options = (
+                column(0.0, 0.3, 1.0, 2.0, 10.0),
+                column(0, 1, 2, 50, 127, 128, 129, vocab - 1, vocab, 10**9).int(),
+                column(1.0, 0.99, 0.9, 0.5, 1e-6, 0.0),
+                column(0.0, 0.0, 0.01, 0.5, 1.0),
+                torch.rand(8, generator=torch_seed),
+            )
+            assert torch.equal(op(logits, *options), truth(logits, *options))
