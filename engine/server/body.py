@@ -19,6 +19,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 # Above this size a body is parsed off the event loop, so that its checks do not hold up other streams.
 LARGE_BODY = 256 << 10
 
+# Decoding is one call that no other thread can interrupt, so what it may have to build is bounded before: a large body
+# is long texts and token ids, never this many of anything else.
+MAX_PARTS = 1 << 19  # objects, lists and strings, names of fields included
+MAX_VALUES = 1 << 22  # elements, numbers among them
+
 _PATH = re.compile(r"^(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
@@ -35,6 +40,10 @@ def parse_body(data: bytes, kind: type[T], max_nesting: int) -> T:
 
     Duplicate keys: the last one counts. NaN and Infinity are not JSON; half a surrogate pair is not text.
     """
+    if len(data) >= LARGE_BODY and _too_many_parts(data):
+        raise invalid(
+            f"The body holds more than {MAX_PARTS} objects, lists and strings or {MAX_VALUES} values."
+        )
     value = _decode(data)
     if not isinstance(value, dict):
         raise invalid("The body must be a JSON object.")
@@ -45,6 +54,24 @@ def parse_body(data: bytes, kind: type[T], max_nesting: int) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
+
+
+def _too_many_parts(data: bytes) -> bool:
+    """Counts without parsing; in whole-body operations, which take milliseconds for the largest body."""
+    if _marks(data, b'[{"') <= MAX_PARTS and data.count(b",") <= MAX_VALUES:
+        return False  # even if none of them stood inside a string
+    bare = data.replace(rb"\\", b"").replace(
+        rb"\"", b""
+    )  # from here on every quote begins or ends a string
+    strings = bare.count(b'"') // 2
+    if strings > MAX_PARTS:
+        return True
+    outside = b"".join(bare.split(b'"')[::2])
+    return strings + _marks(outside, b"[{") > MAX_PARTS or outside.count(b",") > MAX_VALUES
+
+
+def _marks(data: bytes, marks: bytes) -> int:
+    return sum(data.count(mark) for mark in marks)
 
 
 def _decode(data: bytes) -> Any:

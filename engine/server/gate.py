@@ -10,6 +10,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,6 +61,8 @@ class Gate:
                 await self._app(scope, receive, exchange.send)
         except StreamBroken:
             raise
+        except ClientDisconnect:  # while it was sending its body: nobody is there to answer
+            return
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             if exchange.status:

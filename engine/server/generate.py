@@ -37,13 +37,15 @@ class Delta(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence of a request and what is known of it so far."""
+    """One sequence of a request and what is known of it so far. `first`: of its prompt's n choices; its cached tokens
+    are the prompt's."""
 
     index: int
     prompt: Prompt
     submit: Submit
     assembler: OutputAssembler
     echo: str = ""  # text shown before the answer
+    first: bool = True
     completion_tokens: int = 0
     cached_tokens: int = 0
 
@@ -167,4 +169,6 @@ class _Watch:
         self._metrics.latency.observe(time.monotonic() - self._received)
         self._metrics.generation_length.observe(choice.completion_tokens)
         self._metrics.generation_tokens.inc(choice.completion_tokens)
+        if choice.first:
+            self._metrics.cached_tokens.inc(choice.cached_tokens)
         self._metrics.finished[finish].inc()

@@ -112,7 +112,7 @@ def start_run(
                 cache_salt=generation.cache_salt,
                 arrival=time.monotonic(),
             )
-            choices.append(Choice(index, prompt, submit, assembler, echo))
+            choices.append(Choice(index, prompt, submit, assembler, echo, k == 0))
     return Run(state, head, generation, choices, context)
 
 

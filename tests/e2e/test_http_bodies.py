@@ -6,7 +6,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -163,21 +164,32 @@ def pieces(total: int) -> Iterator[bytes]:
         yield b"x" * 65536
 
 
+@contextmanager
+def healthy(server: Live) -> Iterator[None]:
+    """/health answers within a second, asked every 50 ms."""
+    slowest, done = [0.0], threading.Event()
+
+    def probe() -> None:
+        while not done.is_set():
+            start = time.monotonic()
+            assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+            slowest[0] = max(slowest[0], time.monotonic() - start)
+            time.sleep(0.05)
+
+    prober = threading.Thread(target=probe)
+    prober.start()
+    try:
+        yield
+    finally:
+        done.set()
+        prober.join()
+    assert slowest[0] < 1.0
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_case_57_large_bodies(chunked: bool) -> None:
     """413 while the body is still being sent, and health answers meanwhile."""
-    slowest, done = [0.0], threading.Event()
-    with live() as server:
-
-        def probe() -> None:
-            while not done.is_set():
-                start = time.monotonic()
-                assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-                slowest[0] = max(slowest[0], time.monotonic() - start)
-                time.sleep(0.05)
-
-        prober = threading.Thread(target=probe)
-        prober.start()
+    with live() as server, healthy(server):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         if chunked:
             connection.request(
@@ -195,21 +207,55 @@ def test_case_57_large_bodies(chunked: bool) -> None:
         assert answer.status == 413
         assert json.loads(answer.read())["error"]["code"] == "body_too_large"
         connection.close()
-        done.set()
-        prober.join()
-        assert slowest[0] < 1.0
+        still_fine(server)
+
+
+CHAT_START = b'{"messages":[{"role":"user","content":"hi"}],'
+MANY = 10_000_000
+
+
+def numbered(entry: bytes) -> bytes:
+    return b"".join(entry % i for i in range(2_000_000))
+
+
+# Made when their test runs: each has some 30 MiB.
+HUGE: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: CHAT_START + b'"metadata":{"a":[' + b"[]," * MANY + b"1]}}",
+    "objects": lambda: CHAT_START + b'"metadata":{"a":[' + b"{}," * MANY + b"1]}}",
+    "strings": lambda: CHAT_START + b'"stop":[' + b'"",' * MANY + b'"a"]}',
+    "names": lambda: CHAT_START + numbered(b'"k%d":1,') + b'"n":1}',
+    "bias": lambda: CHAT_START + b'"logit_bias":{' + numbered(b'"%d":1,') + b'"1":1}}',
+    "ids": lambda: CHAT_START + b'"stop_token_ids":[' + b"1," * MANY + b"1]}",
+    "deep": lambda: b'{"messages":' + b"[" * MANY + b"]" * MANY + b"}",
+    "messages": lambda: b'{"messages":[' + b"{}," * MANY + b"{}]}",
+    "open": lambda: b'{"messages":"' + rb"\"" * MANY,
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_case_57_bodies_of_millions_of_parts(server: Live, kind: str) -> None:
+    body = HUGE[kind]()
+    with healthy(server):
+        refused(server.http.post("/v1/chat/completions", content=body))
         still_fine(server)
 
 
 def test_case_57_a_large_body_within_the_limit_is_parsed_fast() -> None:
     settings = ServerSettings(max_body_bytes=64 << 20)
     with live(config=EngineConfig(server=settings)) as server:
-        body = b'{"prompt": [' + b",".join([b"[]"] * 1_000_000) + b"]}"
+        body = b'{"prompt": [' + b",".join([b"[]"] * 400_000) + b"]}"
         refused(server.http.post("/v1/completions", content=body), param="prompt")
         text = json.dumps({"prompt": "a" * (8 << 20)}).encode()
         error = refused(server.http.post("/v1/completions", content=text), param="prompt")
         assert error["code"] == "context_length_exceeded"
         still_fine(server)
+
+
+def test_marks_inside_texts_are_not_counted(server: Live) -> None:
+    text = '{"a": [1, 2], "b\\": []}' * 300_000
+    bias = {str(i): 1 for i in range(256)}
+    error = refused(complete(server, prompt=text, logit_bias=bias), param="prompt")
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_body_limit_is_exact() -> None:

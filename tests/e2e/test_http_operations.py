@@ -314,6 +314,8 @@ def test_case_104_metrics() -> None:
             total = sum(u[f"{name}_tokens"] for u in usage)
             kind = {"prompt": "prompt", "completion": "generation"}[name]
             assert found[(f"headrace_{kind}_tokens_total",)] == total
+        cached = sum(u["prompt_tokens_details"]["cached_tokens"] for u in usage)
+        assert found[("headrace_prompt_cached_tokens_total",)] == cached > 0
         assert found[("headrace_requests_finished_total", "stop")] == 3
         assert found[("headrace_requests_finished_total", "length")] == 1
         assert found[("headrace_time_to_first_token_seconds_count",)] == 4
