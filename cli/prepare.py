@@ -22,6 +22,7 @@ from headrace.engine.config.resolve import (
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.models.registry import model_shape, selection_queries
 from headrace.engine.models.spec import ModelSpec
+from headrace.engine.weights.experts import pieces
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_names import ROPE_TENSORS, hf_name
 from headrace.engine.weights.source import ModelError, ModelFiles
@@ -166,9 +167,10 @@ def _blocks(plan: Plan) -> dict[str, str]:
         return {}
     with GGUFFile(plan.files.weights[0]) as file:
         return {
-            hf_name(plan.spec.architecture, name): tensor.type.name
+            piece.name: tensor.type.name
             for name, tensor in file.tensors.items()
             if name not in ROPE_TENSORS and tensor.type.block > 1
+            for piece in pieces(hf_name(plan.spec.architecture, name), tensor.shape)
         }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.layers.attention import Attention
 from headrace.engine.layers.base import Layer
 from headrace.engine.layers.mlp import GatedMLP
+from headrace.engine.layers.moe import MoE
 from headrace.engine.layers.norm import AddRMSNorm, RMSNorm
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class DecoderBlock(Layer):
         self.input_norm = AddRMSNorm(ctx, f"{name}.input_layernorm", *rule)
         self.attention = Attention(ctx, spec, index, f"{name}.self_attn", rotary)
         self.mlp_norm = AddRMSNorm(ctx, f"{name}.post_attention_layernorm", *rule)
-        self.mlp = GatedMLP(ctx, spec, f"{name}.mlp")
+        self.mlp = (MoE if spec.sparse(index) else GatedMLP)(ctx, spec, f"{name}.mlp")
 
     def __call__(
         self,

@@ -45,6 +45,7 @@ class Linear(Layer):
         in_features: int,
         bias: bool,
         cols: slice | None = None,
+        out_dtype: str = "",
     ) -> None:
         self._ctx = ctx
         self._parts = tuple(parts)
@@ -52,6 +53,7 @@ class Linear(Layer):
         self._cols = cols or slice(0, in_features)
         self._out = sum(part.count for part in self._parts)
         self._bias = bias
+        self._out_dtype = out_dtype  # "" = the compute dtype
         segments = self._by_scheme()
         if not all(self._keeps(scheme, rows) for scheme, rows in segments):
             segments = [("", self._parts)]
@@ -67,7 +69,8 @@ class Linear(Layer):
 
     def _query(self, scheme: str, parts: Sequence[Part]) -> LinearQuery:
         rows, width = sum(part.count for part in parts), self._cols.stop - self._cols.start
-        return LinearQuery(width, rows, dtype_name(self._ctx.dtype), scheme, self._bias)
+        dtype = dtype_name(self._ctx.dtype)
+        return LinearQuery(width, rows, dtype, scheme, self._bias, self._out_dtype)
 
     def _keeps(self, scheme: str, parts: Sequence[Part]) -> bool:
         return not scheme or self._ctx.ops.can("linear", self._query(scheme, parts))
@@ -94,7 +97,9 @@ class Linear(Layer):
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
         self._packed = [
             op.pack(
-                self._blocks(tensors, parts) if scheme else self._read(tensors, parts, "weight"),
+                stored_blocks(tensors, parts, self._in_features, self._cols)
+                if scheme
+                else self._read(tensors, parts, "weight"),
                 self._read_bias(tensors, parts),
             )
             for scheme, parts, op in self._segments
@@ -102,17 +107,6 @@ class Linear(Layer):
 
     def held(self) -> Sequence[Any]:
         return self._packed
-
-    def _blocks(self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]) -> Any:
-        """Stored quantized rows [rows, bytes]; columns are cut between blocks, which `_keeps` has made sure of."""
-        import numpy as np
-
-        pieces = []
-        for part in parts:
-            stored = tensors[f"{part.name}.weight"].blocks(part.rows)
-            low, high = (at * stored.shape[1] // self._in_features for at in _ends(self._cols))
-            pieces.append(stored[:, low:high])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _read_bias(
         self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]
@@ -144,8 +138,21 @@ class Linear(Layer):
         return merged
 
 
-def _ends(span: slice) -> tuple[int, int]:
-    return span.start, span.stop
+def stored_blocks(
+    tensors: Mapping[str, TensorHandle], parts: Sequence[Part], in_features: int, cols: slice
+) -> Any:
+    """Stored quantized rows of the parts [rows, bytes of the columns `cols`].
+
+    Columns are cut between blocks: that a kernel takes rows of this width has made sure of it.
+    """
+    import numpy as np
+
+    pieces = []
+    for part in parts:
+        stored = tensors[f"{part.name}.weight"].blocks(part.rows)
+        low, high = (at * stored.shape[1] // in_features for at in (cols.start, cols.stop))
+        pieces.append(stored[:, low:high])
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 class RowParallelLinear(Linear):
@@ -160,7 +167,11 @@ class RowParallelLinear(Linear):
         self._all_reduce = ctx.collectives.all_reduce
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all_reduce(super().__call__(x))
+        return self._all_reduce(self.partial(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of the sum."""
+        return super().__call__(x)
 
     def _read_bias(
         self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]

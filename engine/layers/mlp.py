@@ -25,17 +25,22 @@ _GATED = {
 class GatedMLP(Layer):
     """x [T, hidden] -> [T, hidden]."""
 
-    def __init__(self, ctx: BuildContext, spec: ModelSpec, name: str) -> None:
+    def __init__(
+        self, ctx: BuildContext, spec: ModelSpec, name: str, intermediate: int = 0
+    ) -> None:
+        size = intermediate or spec.intermediate
         if spec.activation not in _GATED:
             raise ModelError(
                 f"activation {spec.activation!r} is not supported; known: {', '.join(_GATED)}"
             )
-        self.gate_up = gate_up_linear(ctx, name, spec.hidden, spec.intermediate, spec.mlp_bias)
-        query = ActivationQuery(spec.intermediate // ctx.world, dtype_name(ctx.dtype))
+        self.gate_up = gate_up_linear(ctx, name, spec.hidden, size, spec.mlp_bias)
+        query = ActivationQuery(size // ctx.world, dtype_name(ctx.dtype))
         self._act = ctx.ops.bind(_GATED[spec.activation], query)
-        self.down = RowParallelLinear(
-            ctx, f"{name}.down_proj", spec.intermediate, spec.hidden, spec.mlp_bias
-        )
+        self.down = RowParallelLinear(ctx, f"{name}.down_proj", size, spec.hidden, spec.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._act(self.gate_up(x)))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's term of the sum over ranks."""
+        return self.down.partial(self._act(self.gate_up(x)))

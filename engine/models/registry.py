@@ -12,8 +12,11 @@ from headrace.engine.models.gemma2 import Gemma2
 from headrace.engine.models.gemma3 import Gemma3
 from headrace.engine.models.llama import Llama
 from headrace.engine.models.mistral import Mistral
+from headrace.engine.models.mixtral import Mixtral
 from headrace.engine.models.qwen2 import Qwen2
+from headrace.engine.models.qwen2_moe import Qwen2Moe
 from headrace.engine.models.qwen3 import Qwen3
+from headrace.engine.models.qwen3_moe import Qwen3Moe
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import ModelError
 from headrace.platforms.collectives import SoloCollectives
@@ -24,8 +27,11 @@ _MODELS: Mapping[str, type[Decoder]] = {
     "gemma3": Gemma3,
     "llama": Llama,
     "mistral": Mistral,
+    "mixtral": Mixtral,
     "qwen2": Qwen2,
+    "qwen2_moe": Qwen2Moe,
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
 }
 
 

@@ -28,10 +28,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    architecture: str  # a name of the model registry: "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"
+    architecture: (
+        str  # a name of the model registry: "llama", "mixtral", "qwen3_moe", "gemma3", ...
+    )
     layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # of layers without experts
     heads: int
     kv_heads: int
     head_dim: int
@@ -47,6 +49,14 @@ class ModelSpec:
     norm_offset: float = (
         0.0  # 1.0: the norm multiplies by (1 + w) (Gemma in Hugging Face form; GGUF stores 1 + w)
     )
+    experts: int = 0  # 0 = none; a token's feed-forward network is `experts_per_token` of them
+    experts_per_token: int = 0
+    moe_intermediate: int = 0  # of one expert
+    shared_intermediate: int = (
+        0  # of the expert that every token goes to, with a gate of its own; 0 = none
+    )
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers of a model with experts that have none
     windows: tuple[
         int, ...
     ] = ()  # one a layer: visible keys including self, 0 = full; () = all full
@@ -64,6 +74,10 @@ class ModelSpec:
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def sparse(self, layer: int) -> bool:
+        """Whether the layer's feed-forward network is made of experts."""
+        return self.experts > 0 and layer not in self.dense_layers
 
     def rope(self, layer: int) -> RopeSpec:
         return self.ropes[self.rope_of_layer[layer] if self.rope_of_layer else 0]

@@ -26,6 +26,10 @@ _BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+    **{f"ffn_{p}_exps": f"mlp.experts.{p}_proj" for p in ("gate", "up", "down", "gate_up")},
 }
 # Gemma has a norm before and behind each half of a layer.
 _GEMMA_BLOCK = {
@@ -36,6 +40,8 @@ _GEMMA_BLOCK = {
 }
 # Tensors that describe the rotary embedding: ModelSpec has their content.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The first files with experts have a tensor for each.
+_EXPERT = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight$")
 _IN_BLOCK = re.compile(r"^blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)$")
 
 
@@ -46,6 +52,10 @@ def hf_name(architecture: str, name: str) -> str:
         layer, part, suffix = match.groups()
         table = _GEMMA_BLOCK if architecture in ("gemma2", "gemma3") else _BLOCK
         return f"model.layers.{layer}.{table[part]}.{suffix}" if part in table else name
+    expert = _EXPERT.match(name)
+    if expert:
+        layer, part, number = expert.groups()
+        return f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"
     part, _, suffix = name.rpartition(".")
     return f"{_TOP[part]}.{suffix}" if part in _TOP else name
 
@@ -56,7 +66,7 @@ def row_order(spec: ModelSpec, name: str) -> NDArray[np.intp] | None:
     llama.cpp stores q and k of the llama architecture with the two halves of a head interleaved, because its rotary
     embedding turns neighbouring pairs; Hugging Face's turns element i with element i + head_dim / 2.
     """
-    if spec.architecture != "llama":
+    if spec.architecture not in ("llama", "mixtral"):
         return None
     part = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
     heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(part)

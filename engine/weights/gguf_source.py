@@ -30,7 +30,10 @@ class GGUFSource:
         tensor = self._tensors[name]
         data = self._file.parts[tensor.part].data
         order = row_order(self.spec, name)
-        return MappedTensor(name, tensor.shape, tensor.type, data, tensor.offset, order)
+        shape = tensor.shape
+        if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+            shape = (1, *shape)  # a matrix of one row, stored as a vector
+        return MappedTensor(name, shape, tensor.type, data, tensor.offset, order)
 
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())

@@ -36,7 +36,10 @@ class ModelError(ValueError):
 
 
 class TensorHandle(Protocol):
-    """One stored tensor, read lazily. `scheme` is "float32", "bfloat16", "float16" or a GGUF type such as "Q4_1"."""
+    """One stored tensor, read lazily. `scheme` is "float32", "bfloat16", "float16" or a GGUF type such as "Q4_1".
+
+    The rows of a tensor of more than two dimensions are those of the matrix [all rows, last dimension].
+    """
 
     name: str
     shape: tuple[int, ...]

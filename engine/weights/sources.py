@@ -16,6 +16,7 @@ from headrace.engine.config.settings import ModelSettings
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights import hub
 from headrace.engine.weights.demo import DEMO_NAME, demo_file
+from headrace.engine.weights.experts import by_expert
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.local import files_at, gguf_files, tokenizer_at
 from headrace.engine.weights.safetensors_files import read_shards, refuse_types, widest_dtype
@@ -71,6 +72,10 @@ def read_spec(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> 
 
 def open_source(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> WeightSource:
     """The tensors of the model, by Hugging Face names. Imports torch. Raises ModelError as `read_spec` does."""
+    return by_expert(_open_stored(files, overrides))
+
+
+def _open_stored(files: ModelFiles, overrides: Mapping[str, Any] | None) -> WeightSource:
     if files.kind == "gguf":
         from headrace.engine.weights.gguf_source import GGUFSource
 

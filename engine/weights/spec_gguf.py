@@ -15,8 +15,11 @@ from headrace.engine.weights.gguf import GGUFFile, GGUFMetadata
 from headrace.engine.weights.source import ModelError
 from headrace.engine.weights.spec_hf import FAMILIES
 
-# Mistral models are stored as "llama".
-_ARCHITECTURES = tuple(name for name in FAMILIES if name != "mistral")
+# GGUF's name -> ours. Mistral and Mixtral models are stored as "llama".
+_ARCHITECTURES = {
+    name.replace("_moe", "moe"): name for name in FAMILIES if name not in ("mistral", "mixtral")
+}
+_EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 # general.file_type -> what people call it
 _FILE_TYPES = {
     2: "Q4_0",
@@ -49,13 +52,10 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     if arch not in _ARCHITECTURES:
         raise ModelError(
             f"{path}: the architecture {arch} is not supported; supported are "
-            f"{', '.join(_ARCHITECTURES)} (Mistral files are llama)"
+            f"{', '.join(_ARCHITECTURES)} (Mistral and Mixtral files are llama)"
         )
     h = _Header(path, arch, m)
-    if h.integer("expert_count", 0):
-        raise ModelError(
-            f"{path} is a mixture-of-experts model, which is not supported; use a dense one"
-        )
+    experts = _experts(file, h)
     layers, hidden, heads = (
         h.integer("block_count"),
         h.integer("embedding_length"),
@@ -72,10 +72,10 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     context = h.integer("context_length")
     by_width = (arch, layers) in _SCALE_BY_WIDTH
     return ModelSpec(
-        architecture=arch,
+        architecture=_EXPERTS[arch] if experts else _ARCHITECTURES[arch],
         layers=layers,
         hidden=hidden,
-        intermediate=h.uniform("feed_forward_length"),
+        intermediate=h.uniform("feed_forward_length", 0 if experts else None),
         heads=heads,
         kv_heads=h.uniform("attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -88,6 +88,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        **experts,
         norm_offset=0.0,  # Gemma's norms are stored as 1 + w
         windows=windows if any(windows) else (),
         ropes=ropes,
@@ -146,6 +147,33 @@ class _Header:
     def _complaint(self, key: str, value: Any) -> str:
         what = "is missing" if value is None else f"is {value!r}"
         return f"{self.path}: {self.arch}.{key} {what}; the file is damaged, convert or download it again"
+
+
+def _experts(file: GGUFFile, h: _Header) -> dict[str, Any]:
+    """The spec's fields about experts; {} when there are none. Whether weights are normed is the family's rule."""
+    experts, chosen = h.integer("expert_count", 0), h.integer("expert_used_count", 0)
+    if not experts:
+        return {}
+    if h.arch not in _EXPERTS or not 0 < chosen <= experts:
+        raise ModelError(
+            f"{h.path}: {h.arch} with {experts} experts, {chosen} of them used, is not supported; "
+            f"architectures with experts are {', '.join(_EXPERTS)}"
+        )
+    for key, usual in (("expert_gating_func", 1), ("expert_weights_scale", 1.0)):
+        if h.number(key, usual) not in (0, usual):
+            raise ModelError(f"{h.path}: {h.arch}.{key} is {h.get(key)}, which is not supported")
+    size = h.uniform("expert_feed_forward_length", 0) or h.uniform("feed_forward_length")
+    normed = h.get("expert_weights_norm")
+    routed = {name.split(".")[1] for name in file.tensors if name.endswith(".ffn_gate_inp.weight")}
+    shared = file.tensors.get(f"blk.{min(routed, key=int, default='0')}.ffn_gate_shexp.weight")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "moe_intermediate": size,
+        "shared_intermediate": shared.shape[0] if shared is not None else 0,
+        "norm_topk_prob": h.arch != "qwen2moe" if normed is None else bool(normed),
+        "dense_layers": tuple(i for i in range(h.integer("block_count")) if str(i) not in routed),
+    }
 
 
 def _vocab(file: GGUFFile) -> int:
@@ -245,10 +273,10 @@ def _floats(file: GGUFFile, name: str) -> tuple[float, ...]:
 
 
 def _matrix_types(file: GGUFFile) -> dict[str, int]:
-    """Bytes of each type among the tensors of two dimensions."""
+    """Bytes of each type among the matrices, without routers (which are F32 in every file)."""
     sizes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        if len(tensor.shape) > 1:
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) > 1 and ".ffn_gate_inp" not in name:
             sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
     return sizes
 

@@ -16,7 +16,17 @@ from headrace.engine.weights.source import ModelError
 
 Config = Mapping[str, Any]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+)
 
 _COMMON = {
     "rms_norm_eps": 1e-6,
@@ -70,6 +80,38 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
+    "mixtral": {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 16,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     "gemma2": {
         **_GEMMA,
         "vocab_size": 256000,
@@ -94,6 +136,7 @@ _ACTIVATIONS = {
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_QWEN = ("qwen2", "qwen2_moe", "qwen3")  # windows only where use_sliding_window says so
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -130,10 +173,11 @@ def spec_from_hf(config: Config) -> ModelSpec:
         norm_eps=float(c["rms_norm_eps"]),
         activation=_activation(c),
         tie_embeddings=bool(c["tie_word_embeddings"]),
-        attention_bias=family == "qwen2" or _bias(family, c),
+        attention_bias=_qkv_bias(family, c),
         output_bias=_bias(family, c),
         mlp_bias=family == "llama" and bool(c.get("mlp_bias", False)),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        **_experts(family, c, layers),
         norm_offset=1.0 if gemma else 0.0,
         windows=tuple(window if t == _SLIDING else 0 for t in types) if window else (),
         ropes=ropes,
@@ -201,8 +245,43 @@ def _integer(c: Config, key: str) -> int:
 
 
 def _bias(family: str, c: Config) -> bool:
-    """`attention_bias` covers q, k, v and o; Qwen 2 has fixed ones on q, k, v and Mistral none."""
-    return family not in ("qwen2", "mistral") and bool(c["attention_bias"])
+    """`attention_bias` covers q, k, v and o; Qwen 2 has its own on q, k, v and Mistral none."""
+    fixed = family in ("qwen2", "qwen2_moe", "mistral", "mixtral")
+    return not fixed and bool(c["attention_bias"])
+
+
+def _qkv_bias(family: str, c: Config) -> bool:
+    if family == "qwen2_moe":
+        return bool(c["qkv_bias"])
+    return family == "qwen2" or _bias(family, c)
+
+
+def _experts(family: str, c: Config, layers: int) -> dict[str, Any]:
+    """The spec's fields about experts; {} for a dense family."""
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return {}
+    mixtral = family == "mixtral"
+    key = "num_local_experts" if mixtral or "num_local_experts" in c else "num_experts"
+    experts, chosen = _integer(c, key), _integer(c, "num_experts_per_tok")
+    if chosen > experts:
+        raise ModelError(
+            f"config.json: num_experts_per_tok ({chosen}) is more than {key} ({experts})"
+        )
+    step, dense = c.get("decoder_sparse_step", 1) or 1, c.get("mlp_only_layers") or ()
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "moe_intermediate": _integer(
+            c, "intermediate_size" if mixtral else "moe_intermediate_size"
+        ),
+        "shared_intermediate": _integer(c, "shared_expert_intermediate_size")
+        if family == "qwen2_moe"
+        else 0,
+        "norm_topk_prob": mixtral or bool(c.get("norm_topk_prob", False)),
+        "dense_layers": ()
+        if mixtral
+        else tuple(i for i in range(layers) if i in dense or (i + 1) % step),
+    }
 
 
 def _activation(c: Config) -> str:
@@ -221,8 +300,9 @@ def _dtype(c: Config) -> str:
 
 def _layer_types(family: str, c: Config, layers: int) -> tuple[str, ...]:
     given = c.get("layer_types")
-    if family == "mistral":
-        return ((_SLIDING if c.get("sliding_window") else _FULL),) * layers
+    if family in ("mistral", "mixtral", "qwen3_moe"):
+        windowed = family != "qwen3_moe" or c.get("use_sliding_window")
+        return ((_SLIDING if windowed and c.get("sliding_window") else _FULL),) * layers
     if family == "llama":
         return (_FULL,) * layers
     if given is not None:
@@ -232,12 +312,15 @@ def _layer_types(family: str, c: Config, layers: int) -> tuple[str, ...]:
                 f"config.json: layer_types has {len(given)} entries {unknown or ''} for {layers} layers; "
                 f"it must say {_SLIDING} or {_FULL} for each layer"
             )
-        if family in ("qwen2", "qwen3") and not c.get("use_sliding_window"):
+        if family in _QWEN and not c.get("use_sliding_window"):
             return (_FULL,) * layers
         return tuple(given)
     if family in ("qwen2", "qwen3"):
         first = c["max_window_layers"] if c.get("use_sliding_window") else layers
         return tuple(_SLIDING if i >= first else _FULL for i in range(layers))
+    if family == "qwen2_moe":
+        last = c["max_window_layers"] if c.get("use_sliding_window") else 0
+        return tuple(_FULL if i % 2 or i >= last else _SLIDING for i in range(layers))
     pattern = 2 if family == "gemma2" else c.get("sliding_window_pattern") or 6
     return tuple(_SLIDING if (i + 1) % pattern else _FULL for i in range(layers))
 

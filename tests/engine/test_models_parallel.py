@@ -61,6 +61,9 @@ def logits_of_ranks(tiny: Tiny, world: int, tokens: list[int]) -> list[torch.Ten
         ("llama-biases", 2),
         ("llama-tied", 2),
         ("qwen3", 2),
+        ("mixtral", 2),
+        ("qwen2_moe", 2),
+        ("qwen3_moe", 2),
         ("gemma2", 2),
         ("gemma3", 2),
         ("llama-8-heads", 4),  # two ranks share a KV head

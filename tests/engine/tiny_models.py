@@ -50,6 +50,12 @@ def _scaled(max_position: int, **rope: Any) -> dict[str, Any]:
     }
 
 
+_MOE = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 
 # name -> what the config has beyond _SIZES
@@ -86,6 +92,22 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mixtral": {"model_type": "mixtral", **_MOE, "sliding_window": 16},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_MOE,
+        "num_experts": 8,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_MOE,
+        "num_experts": 8,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
     "gemma2": {"model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": 2.0},
     "gemma3": {
         "model_type": "gemma3_text",

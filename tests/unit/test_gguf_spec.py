@@ -279,7 +279,7 @@ def test_row_order_touches_nothing_else():
 
 def test_unknown_names_are_kept():
     """So that the model can say which tensor it has no use for."""
-    for name in ("blk.0.ffn_gate_exps.weight", "blk.0.attn_q.scale", "cls.weight", "odd"):
+    for name in ("blk.0.ffn_gate_chexps.weight", "blk.0.attn_q.scale", "cls.weight", "odd"):
         assert hf_name("llama", name) == name
 
 
@@ -314,8 +314,14 @@ def test_scheme_is_what_people_call_it(tmp_path, file_type, scheme):
 @pytest.mark.parametrize(
     ("arch", "metadata", "message"),
     [
-        ("falcon", {}, r"falcon is not supported; supported are llama, .*Mistral files are llama"),
-        ("llama", {"expert_count": 8}, "mixture-of-experts"),
+        ("falcon", {}, r"falcon is not supported; supported are llama, .*Mixtral files are llama"),
+        ("qwen2", {"expert_count": 8, "expert_used_count": 2}, "qwen2 with 8 experts"),
+        ("llama", {"expert_count": 8, "expert_used_count": 9}, "9 of them used"),
+        (
+            "llama",
+            {"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2},
+            "expert_gating_func is 2",
+        ),
         ("llama", {"attention.head_count_kv": [2, 1, 2, 1, 2, 1]}, "differs between layers"),
         ("llama", {"attention.value_length": 8}, "value_length differs"),
         ("llama", {"rope.scaling.type": "longrope"}, "longrope without its factors"),

@@ -1,0 +1,155 @@
+"""Mixture of experts: a router sends each token to a few of many gated feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from headrace.engine.layers.base import Layer, Weight, dtype_name, shard
+from headrace.engine.layers.linear import Linear, Part, stored_blocks
+from headrace.engine.layers.mlp import GatedMLP
+from headrace.platforms.queries import ExpertsQuery, RouterQuery
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.engine.models.base import BuildContext
+    from headrace.engine.models.spec import ModelSpec
+    from headrace.engine.weights.source import TensorHandle
+
+
+class MoE(Layer):
+    """x [T, hidden] -> [T, hidden]: the chosen experts' weighted sum, plus a gated shared expert where there is one.
+
+    Every rank holds a share of every expert's intermediate features; the router is whole on every rank.
+    """
+
+    def __init__(self, ctx: BuildContext, spec: ModelSpec, name: str) -> None:
+        experts, top_k = spec.experts, spec.experts_per_token
+        self._rule = (top_k, spec.norm_topk_prob)
+        # float32 logits: what decides between experts is not rounded to the compute dtype
+        self.gate = _replicated(ctx, f"{name}.gate", spec.hidden, experts, "float32")
+        self._route = ctx.ops.bind("topk_softmax", RouterQuery(experts, *self._rule))
+        self.experts = Experts(ctx, spec, f"{name}.experts")
+        self.shared = self.shared_gate = None
+        if spec.shared_intermediate:
+            self.shared = GatedMLP(ctx, spec, f"{name}.shared_expert", spec.shared_intermediate)
+            self.shared_gate = _replicated(ctx, f"{name}.shared_expert_gate", spec.hidden, 1)
+        self._all_reduce = ctx.collectives.all_reduce
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self._route(self.gate(x), *self._rule)
+        y = self.experts(x, weights, ids)
+        if self.shared is not None and self.shared_gate is not None:
+            y = y + self.shared_gate(x).sigmoid() * self.shared.partial(x)
+        return self._all_reduce(y)
+
+
+def _replicated(
+    ctx: BuildContext, name: str, in_features: int, out_features: int, out_dtype: str = ""
+) -> Linear:
+    part = Part(name, out_features, slice(0, out_features))
+    return Linear(ctx, (part,), in_features, False, out_dtype=out_dtype)
+
+
+class Experts(Layer):
+    """x [T, hidden], weights [T, K], ids [T, K] -> this rank's term of the weighted sum [T, hidden].
+
+    Stored blocks are kept where the device computes with them and all experts of the layer are stored alike.
+    """
+
+    def __init__(self, ctx: BuildContext, spec: ModelSpec, name: str) -> None:
+        hidden, size = spec.hidden, spec.moe_intermediate
+        share = shard(size, ctx, "intermediate features of an expert")
+        whole = slice(0, hidden)
+        experts = range(spec.experts)
+        self._ctx = ctx
+        self._gate_up = _Stack(
+            [[Part(f"{name}.{e}.{p}_proj", size, share) for p in ("gate", "up")] for e in experts],
+            hidden,
+            whole,
+        )
+        self._down = _Stack(
+            [[Part(f"{name}.{e}.down_proj", hidden, whole)] for e in experts], size, share
+        )
+        query = ExpertsQuery(
+            experts=spec.experts,
+            top_k=spec.experts_per_token,
+            hidden=hidden,
+            intermediate=share.stop - share.start,
+            dtype=dtype_name(ctx.dtype),
+            scheme=self._gate_up.scheme(ctx.schemes),
+            down_scheme=self._down.scheme(ctx.schemes),
+            activation=spec.activation,
+        )
+        if (query.scheme or query.down_scheme) and not ctx.ops.can("fused_experts", query):
+            query = replace(query, scheme="", down_scheme="")
+        self._query = query
+        self._op = ctx.ops.bind("fused_experts", query)
+        self._packed: Any = None
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self._op(x, weights, ids, self._packed)
+
+    def weights(self) -> Sequence[Weight]:
+        return [*self._gate_up.weights(), *self._down.weights()]
+
+    def load(self, tensors: Mapping[str, TensorHandle]) -> None:
+        self._packed = self._op.pack(
+            self._gate_up.read(self._ctx, tensors, self._query.scheme),
+            self._down.read(self._ctx, tensors, self._query.down_scheme),
+        )
+
+    def held(self) -> Sequence[Any]:
+        return (self._packed,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """One matrix of every expert, made of the same parts, with the columns of them that this rank holds."""
+
+    experts: Sequence[Sequence[Part]]
+    in_features: int
+    cols: slice
+
+    def weights(self) -> list[Weight]:
+        parts = [part for parts in self.experts for part in parts]
+        return [Weight(f"{p.name}.weight", (p.out_features, self.in_features)) for p in parts]
+
+    def scheme(self, schemes: Mapping[str, str]) -> str:
+        """The quantization that all of it is stored in; "" when it is plain or mixed."""
+        found = {schemes.get(weight.name, "") for weight in self.weights()}
+        return found.pop() if len(found) == 1 else ""
+
+    def read(self, ctx: BuildContext, tensors: Mapping[str, TensorHandle], scheme: str) -> Any:
+        """What ExpertsImpl.pack takes: a tensor [E, rows, columns], or the blocks of each expert when asked for."""
+        if scheme:
+            return _Blocks(self, tensors)
+        import torch
+
+        rows = sum(part.count for part in self.experts[0])
+        cols = None if self.cols == slice(0, self.in_features) else self.cols
+        width = self.cols.stop - self.cols.start
+        stack = torch.empty(len(self.experts), rows, width, dtype=ctx.dtype, device=ctx.device)
+        for matrix, parts in zip(stack, self.experts, strict=True):
+            start = 0
+            for part in parts:
+                values = tensors[f"{part.name}.weight"].read(ctx.dtype, part.rows, cols)
+                matrix[start : start + part.count].copy_(values)
+                start += part.count
+        return stack
+
+
+class _Blocks(Sequence[Any]):
+    """The stored blocks of each expert, read when asked for: never more than one expert's copy at a time."""
+
+    def __init__(self, stack: _Stack, tensors: Mapping[str, TensorHandle]) -> None:
+        self._stack, self._tensors = stack, tensors
+
+    def __len__(self) -> int:
+        return len(self._stack.experts)
+
+    def __getitem__(self, expert: Any) -> Any:
+        stack = self._stack
+        return stored_blocks(self._tensors, stack.experts[expert], stack.in_features, stack.cols)
