@@ -1,8 +1,9 @@
-"""Side by side with llama.cpp on this CPU: the same file, the same load through HTTP, one after the other in every round.
+"""Side by side with llama.cpp on this CPU: the same file and load through HTTP, one after the other in every round.
 
-`python benchmarks/cpu/peers.py MODEL.gguf` builds llama-server from the source package of llama-cpp-python (native flags;
-needs cmake, a compiler and about ten CPU minutes; kept in --peers), starts both servers, sends each load to one and then
-to the other, and prints and writes medians and their ratios. Run it on a quiet machine: it says how busy the machine was.
+`python benchmarks/cpu/peers.py MODEL.gguf` builds llama-server from the source package of llama-cpp-python (native
+flags; needs cmake, a compiler and about ten CPU minutes; kept in --peers), starts both servers, sends each load to one
+and then to the other, and prints and writes medians and their ratios. Run it on a quiet machine: it says how busy the
+machine was.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
 from headrace.cli.api import Address
 from headrace.cli.bench.client import completion
 from headrace.cli.bench.load import Load, run
 from headrace.cli.bench.prompts import prepare
 from headrace.cli.bench.record import record, write_json
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
 SOURCE = "llama-cpp-python==0.3.36"
