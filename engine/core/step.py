@@ -128,7 +128,7 @@ def encode(message: StepPlan | StepResult) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_plan(data: bytes) -> StepPlan:
+def decode_plan(data: bytes | memoryview) -> StepPlan:
     wire = _plan_decoder.decode(data)
     arrays = {name: np.frombuffer(getattr(wire, name), dtype) for name, dtype in _PLAN_ARRAYS}
     arrays["block_updates"] = arrays["block_updates"].reshape(-1, 4)
@@ -137,7 +137,7 @@ def decode_plan(data: bytes) -> StepPlan:
     )
 
 
-def decode_result(data: bytes) -> StepResult:
+def decode_result(data: bytes | memoryview) -> StepResult:
     wire = _result_decoder.decode(data)
     fields = {name: getattr(wire, name) for name in wire.__struct_fields__ if name != "token_ids"}
     return StepResult(token_ids=np.frombuffer(wire.token_ids, np.int32), **fields)

@@ -104,7 +104,7 @@ class _LinkedExecutor:
         return self._results.popleft()
 
     def fileno(self) -> int:
-        return self._selector.fileno()  # type: ignore[attr-defined]  # epoll's or kqueue's own
+        return self._selector.fileno()  # epoll's or kqueue's own
 
     def call(self, method: str, *args: Any) -> Any:
         """A utility of worker.Worker: selection, memory, reset, profile. CallFailed when it cannot be done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,8 +19,8 @@ from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
-from headrace.platforms.collectives import Collectives, GroupSpec
-from headrace.platforms.device import DeviceInfo, DeviceRuntime
+from headrace.platforms.collectives import GroupSpec
+from headrace.platforms.device import DeviceInfo
 from headrace.platforms.kv_layout import KVPlan
 from headrace.platforms.ops import Ops
 from headrace.platforms.probe import load_platform
@@ -46,9 +47,7 @@ class Worker:
     def __init__(self, setup: Setup, report: Report) -> None:
         self.setup = setup
         self._report = report
-        self._runtime: DeviceRuntime | None = None
-        self._collectives: Collectives | None = None
-        self._runner: Runner | None = None
+        self._opened = ExitStack()  # closes what the phases have opened, the last first
         self._profile: profile | None = None
 
     # Phases
@@ -61,8 +60,10 @@ class Worker:
         threads = setup.config.device.threads
         self._device = dataclasses.replace(device, units=threads) if threads else device
         self._runtime = platform.open(self._device)
+        self._opened.callback(self._runtime.close)
         group = GroupSpec(setup.rank, setup.world, setup.init_method)
         self._collectives = self._runtime.collectives(group)
+        self._opened.callback(self._collectives.close)
         self._ops = Ops(
             Registry.with_reference(platform.implementations()),
             self._device,
@@ -99,6 +100,7 @@ class Worker:
             source.close()
         self._model: Model = model
         self._runner = Runner(model, sample, self._runtime, self._collectives, limits)
+        self._opened.callback(self._runner.close)
 
     def measure(self) -> dict[str, Any]:
         """What the largest step takes; WorkerInfo as plain data."""
@@ -172,12 +174,8 @@ class Worker:
         return taken.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
 
     def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-        if self._collectives is not None:
-            self._collectives.close()
-        if self._runtime is not None:
-            self._runtime.close()
+        """Whichever phases were reached."""
+        self._opened.close()
 
 
 def kept_schemes(
