@@ -95,7 +95,10 @@ class RecordingGraphs(GraphBackend):
 class Stepper:
     """A runner and block tables filled in order; `step` runs requests by row."""
 
-    def __init__(self, tiny: Tiny, capture: bool = False, max_tokens: int = 128) -> None:
+    def __init__(
+        self, tiny: Tiny, capture: bool = False, max_tokens: int = 128, own: bool = False
+    ) -> None:
+        """`own`: with the CPU's own implementations in place of the reference's."""
         info = CpuPlatform.probe()[0]
         self.runtime = CpuRuntime(info)
         self.backend = RecordingGraphs()
@@ -103,7 +106,8 @@ class Stepper:
             self.runtime.graphs = lambda: self.backend  # type: ignore[method-assign]
         attention = FixedAttention if capture else ReferenceAttention
         target = f"{attention.__module__}:{attention.__name__}"
-        registry = Registry.with_reference([Implementation("paged_attention", "test", target, 1)])
+        rows = [Implementation("paged_attention", "test", target, 1)]
+        registry = Registry.with_reference(CpuPlatform().implementations() if own else rows)
         ops = Ops(registry, info, self.runtime)
         context = BuildContext(
             ops, torch.float32, SoloCollectives(), "float32", self.runtime.device
@@ -116,7 +120,9 @@ class Stepper:
         self.runner = Runner(self.model, sample, self.runtime, SoloCollectives(), limits)
         layers = tuple(range(len(self.model.kv_specs)))
         group = KVGroup(self.model.kv_specs[0].window, layers, 0, 80)
-        self.runner.init_kv(KVPlan(CANONICAL, SIZE, "float32", (group,)))
+        form = self.model.attention_impls[0].kv_formats(self.model.attention_impls[0].query)[0]
+        plan = KVPlan(form.layout, SIZE, "float32", (group,))
+        self.runner.init_kv(plan)
         self.runner.warm_up(lambda done, total, text: None)
         self.computed = np.zeros(ROWS, np.int32)
         self.length = np.zeros(ROWS, np.int32)
@@ -302,7 +308,8 @@ def test_prompt_logprobs_in_slices_and_chunks(
     assert not stepper.step(1).prompt_logprobs
 
 
-def test_a_row_that_is_not_finite_fails_alone(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path, own: bool) -> None:
     """Nor does it poison those that get its blocks afterwards."""
     broken = make_tiny("mistral", tmp_path)
     broken.source.state = dict(broken.source.state)
@@ -310,7 +317,7 @@ def test_a_row_that_is_not_finite_fails_alone(tiny: Tiny, tmp_path: Path) -> Non
     table[7] = float("nan")
     broken.source.state["model.embed_tokens.weight"] = table
     good = [token for token in prompt(40) if token != 7]
-    stepper = Stepper(broken)
+    stepper = Stepper(broken, own=own)
     want = stepper.greedy(0, good, 5)
     if 7 in want:
         pytest.skip("the answer itself holds the broken token")
