@@ -16,7 +16,7 @@ import torch
 
 from headrace.platforms.cpu.builds import native_build
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 # GGUF block types the library computes on, and the codes of all storages (abi.h, hr_format)
@@ -34,7 +34,7 @@ FORMATS = {
     "Q5_K": 13,
     "Q6_K": 14,
 }
-OPS = ("rms_norm", "linear", "rotary", "glu", "embedding", "kv_write", "attention", "argmax")
+OPS = ("rms_norm", "linear", "rotary", "glu", "embedding", "kv_write", "attention", "sample")
 
 
 def _struct(name: str, pointers: str, longs: str, ints: str, *tail: tuple[str, Any]) -> type:
@@ -89,7 +89,7 @@ Attention = _struct(
     ("scale", c_float),
     ("softcap", c_float),
 )
-Argmax = _struct("Argmax", "x ids", "x_stride", "rows n")
+Sample = _struct("Sample", "x temperature top_k top_p min_p uniform ids", "x_stride", "rows n")
 
 
 def _open(path: Path) -> ctypes.CDLL:

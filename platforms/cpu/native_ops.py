@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gated activations, linear layers and embeddings on the native kernels.
+"""Norms, rotary embedding, gated activations, linear layers, embeddings and sampling on the native kernels.
 
 Every call fills one C struct and makes one native call; during a capture the call is recorded instead.
 """
@@ -18,7 +18,7 @@ from headrace.platforms.queries import EmbeddingQuery, LinearQuery
 
 _OP = {name: code for code, name in enumerate(native.OPS)}
 _RMS_NORM, _LINEAR, _ROTARY = _OP["rms_norm"], _OP["linear"], _OP["rotary"]
-_GLU, _EMBEDDING = _OP["glu"], _OP["embedding"]
+_GLU, _EMBEDDING, _SAMPLE = _OP["glu"], _OP["embedding"], _OP["sample"]
 
 
 class NativeNorm:
@@ -214,3 +214,33 @@ class NativeEmbedding(EmbeddingImpl):
             ),
         )  # fmt: skip
         return y
+
+
+class NativeSample:
+    """Top-k, top-p and min-p by buckets of the logits: only what a filter ends in is sorted."""
+
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, n = logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        options = [option.contiguous() for option in (temperature, top_k, top_p, min_p, uniform)]
+        ids = self._kernels.empty((rows,), torch.int64)
+        self._kernels.run(
+            _SAMPLE,
+            native.Sample(
+                logits.data_ptr(), *(option.data_ptr() for option in options), ids.data_ptr(),
+                logits.stride(0), rows, n,
+            ),
+        )  # fmt: skip
+        return ids

@@ -18,11 +18,14 @@ BLOCKS = {
 }
 
 
-def _built(query: Any, device: DeviceInfo) -> Check:
-    check = Check().need(
+def _has_build(device: DeviceInfo) -> Check:
+    return Check().need(
         FEATURE in device.features, "the native kernels are not built: see `headrace doctor`"
     )
-    return check.need(query.dtype in DTYPES, f"dtype {query.dtype} not in {DTYPES}")
+
+
+def _built(query: Any, device: DeviceInfo) -> Check:
+    return _has_build(device).need(query.dtype in DTYPES, f"dtype {query.dtype} not in {DTYPES}")
 
 
 def _elementwise(query: Any, device: DeviceInfo) -> Verdict:
@@ -55,6 +58,10 @@ def _weights(check: Check, scheme: str, width: int) -> Check:
     return check
 
 
+def _sample(query: Any, device: DeviceInfo) -> Verdict:
+    return _has_build(device).verdict()
+
+
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
     check = _built(query, device)
     check.need(query.kv_dtype == query.dtype, f"KV in {query.kv_dtype} with {query.dtype} queries")
@@ -78,6 +85,7 @@ def native_implementations() -> list[Implementation]:
         ("silu_and_mul", f"{ops}:NativeSiluAndMul", _elementwise),
         ("gelu_and_mul", f"{ops}:NativeGeluAndMul", _elementwise),
         ("gelu_tanh_and_mul", f"{ops}:NativeGeluTanhAndMul", _elementwise),
+        ("sample", f"{ops}:NativeSample", _sample),
     )
     return [
         Implementation(

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 1
+#define HR_ABI_VERSION 2
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2 };
 
@@ -35,7 +35,7 @@ enum hr_op {
   HR_OP_EMBEDDING = 4,
   HR_OP_KV_WRITE = 5,
   HR_OP_ATTENTION = 6,
-  HR_OP_ARGMAX = 7,
+  HR_OP_SAMPLE = 7,
 };
 
 /* y = norm(x + residual) * weight; residual (if any) becomes x + residual. Strides in elements. A row of x holds
@@ -116,9 +116,12 @@ struct hr_attention {
   float scale, softcap;
 };
 
-struct hr_argmax {
-  const float* x;
-  int32_t* ids;
+/* ids[rows]: one token of each row of logits x[rows, n]; the contract "sample" says which. */
+struct hr_sample {
+  const float *x, *temperature;
+  const int32_t* top_k;
+  const float *top_p, *min_p, *uniform;
+  int64_t* ids;
   int64_t x_stride;
   int32_t rows, n;
 };

@@ -4,6 +4,7 @@
 #include "linear.h"
 #include "ops.h"
 #include "pool.h"
+#include "sample.h"
 
 #if HR_AMX && defined(__linux__)
 #include <sys/syscall.h>
@@ -23,11 +24,11 @@ union Args {
   hr_embedding embedding;
   hr_kv_write kv_write;
   hr_attention attention;
-  hr_argmax argmax;
+  hr_sample sample;
 };
 
 constexpr size_t kArgsBytes[] = {sizeof(hr_rms_norm),  sizeof(hr_linear),   sizeof(hr_rotary),    sizeof(hr_glu),
-                                 sizeof(hr_embedding), sizeof(hr_kv_write), sizeof(hr_attention), sizeof(hr_argmax)};
+                                 sizeof(hr_embedding), sizeof(hr_kv_write), sizeof(hr_attention), sizeof(hr_sample)};
 constexpr int kOps = int(sizeof kArgsBytes / sizeof kArgsBytes[0]);
 constexpr int kMaxSteps = 3;
 
@@ -88,10 +89,11 @@ int plan(int op, const void* args, int threads, Step* out) {
         return -1;
       return plan_attention(a, threads, out);
     }
-    case HR_OP_ARGMAX: {
-      const auto& a = *static_cast<const hr_argmax*>(args);
+    case HR_OP_SAMPLE: {
+      const auto& a = *static_cast<const hr_sample*>(args);
+      if (a.n <= 0) return -1;
       if (a.rows <= 0) return 0;
-      out[0] = {run_argmax, args, row_chunks(a.rows, a.n, threads)};
+      out[0] = {run_sample, args, row_chunks(a.rows, a.n, threads)};
       return 1;
     }
     default: return -1;

@@ -1,4 +1,4 @@
-// The small ops between the matrix products: norm, rotary embedding, gated activations, embedding, KV write, argmax.
+// The small ops between the matrix products: norm, rotary embedding, gated activations, embedding, KV write.
 #pragma once
 #include "linear.h"
 
@@ -180,24 +180,6 @@ inline void run_kv_write_bf16(const void* p, int chunk, int chunks, Scratch&) {
       for (int64_t i = 0; i < d; i += 2) std::memcpy(kc + i * s, k + i, 4);
       for (int64_t i = 0; i < d; ++i) vc[2 * i] = v[i];
     }
-  });
-}
-
-inline void run_argmax(const void* p, int chunk, int chunks, Scratch&) {
-  const hr_argmax& a = *static_cast<const hr_argmax*>(p);
-  each_row(a.rows, chunk, chunks, [&](int64_t r) {  // the lowest id among equals
-    const float* x = a.x + r * a.x_stride;
-    float best = x[0];
-    int32_t id = 0, i = 0;
-    for (; i + W <= a.n; i += W) {
-      const vf v = load(x + i);
-      if (hmax(v) > best)
-        for (int j = 0; j < W; ++j)
-          if (x[i + j] > best) best = x[i + j], id = i + j;
-    }
-    for (; i < a.n; ++i)
-      if (x[i] > best) best = x[i], id = i;
-    a.ids[r] = id;
   });
 }
 
