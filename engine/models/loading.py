@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # Tables that old checkpoints store although they follow from the config, or that the spec already holds.
 _HARMLESS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
+# Names of each kind in one message: a layer with experts has hundreds of tensors.
+_NAMED = 12
+
 # Reading and dequantizing release the interpreter lock; more threads only hold more temporaries.
 _THREADS = 4
 
@@ -41,7 +44,7 @@ def match(
         if tuple(handle.shape) != wanted[name].shape
     ]
     problems = [
-        f"{kind}: {', '.join(names)}"
+        f"{kind}: {', '.join(names[:_NAMED])}{_more(names)}"
         for kind, names in (("missing", missing), ("unexpected", surplus), ("wrong shape", wrong))
         if names
     ]
@@ -51,6 +54,10 @@ def match(
             f"config describes ({'; '.join(problems)}); get a complete checkpoint with its own config"
         )
     return tensors
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
 
 
 def load(

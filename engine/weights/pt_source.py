@@ -25,7 +25,8 @@ class TorchTensor:
     def read(
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
-        part = self._tensor if rows is None else self._tensor[rows]
+        whole = self._tensor.flatten(0, -2) if self._tensor.ndim > 2 else self._tensor
+        part = whole if rows is None else whole[rows]
         part = part if cols is None else part[:, cols]
         # The copy leaves the file: a file that is replaced later changes nothing here.
         return part.to(dtype, copy=True, memory_format=torch.contiguous_format)

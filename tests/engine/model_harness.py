@@ -49,7 +49,8 @@ class StateHandle:
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
         self.reads.append(self.name)
-        part = self.value[rows or slice(None)]
+        whole = self.value.flatten(0, -2) if self.value.ndim > 2 else self.value
+        part = whole[rows or slice(None)]
         part = part if cols is None else part[:, cols]
         return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
 

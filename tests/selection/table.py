@@ -22,9 +22,11 @@ from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
     EmbeddingQuery,
+    ExpertsQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    RouterQuery,
     SampleQuery,
 )
 from headrace.platforms.registry import (
@@ -65,6 +67,16 @@ def queries(dtype: str) -> dict[str, tuple[str, Any]]:
         "rotary, half of a head": ("rotary_embedding", RotaryQuery(128, 64, dtype, is_neox=False)),
         "silu": ("silu_and_mul", ActivationQuery(14336, dtype)),
         "gelu, tanh form": ("gelu_tanh_and_mul", ActivationQuery(14336, dtype)),
+        "router": ("topk_softmax", RouterQuery(128, 8, True)),
+        "experts": ("fused_experts", ExpertsQuery(128, 8, 2048, 768, dtype)),
+        "experts, Q4_K and Q6_K weights": (
+            "fused_experts",
+            ExpertsQuery(128, 8, 2048, 768, dtype, "Q4_K", "Q6_K"),
+        ),
+        "experts, halves of K blocks": (
+            "fused_experts",
+            ExpertsQuery(128, 8, 2048, 384, dtype, "Q4_K", "Q6_K"),
+        ),
         "sample": ("sample", SampleQuery(128256, 64)),
     }
 

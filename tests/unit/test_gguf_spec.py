@@ -273,7 +273,7 @@ def test_row_order_touches_nothing_else():
     for name in ("v_proj.weight", "o_proj.weight", "q_norm.weight"):
         assert row_order(spec("llama"), f"model.layers.0.self_attn.{name}") is None
     assert row_order(spec("llama"), "lm_head.weight") is None
-    for arch in ("qwen2", "qwen3", "gemma2", "gemma3"):
+    for arch in ("qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"):
         assert row_order(spec(arch), "model.layers.0.self_attn.q_proj.weight") is None
 
 
