@@ -1,0 +1,1 @@
+"""NVIDIA GPUs: probing, streams, graphs, NCCL. The kernels are in headrace.platforms.triton."""

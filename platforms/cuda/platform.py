@@ -1,0 +1,128 @@
+"""CUDA as a platform: probed through the driver, described for devices that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.platforms.cuda import hardware
+from headrace.platforms.device import DeviceInfo, DeviceRuntime
+from headrace.platforms.platform import Default, ModelShape, Platform, Problem
+from headrace.platforms.registry import Check, Implementation
+from headrace.platforms.triton import rows
+
+# Architectures on which the contract tests were run by the project.
+VERIFIED = frozenset({"sm_90"})
+OLDEST = 75
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+    priority = 100
+
+    @classmethod
+    def plausible(cls) -> str | None:
+        return hardware.device_files()
+
+    @classmethod
+    def probe(cls) -> list[DeviceInfo]:
+        found, driver = hardware.devices()
+        built = hardware.torch_cuda()
+        if found and not built:
+            raise RuntimeError(
+                "the installed torch has no CUDA; install the CUDA build of torch (pip install --force-reinstall "
+                "torch on Linux, or the index that pytorch.org names)"
+            )
+        versions = {"driver CUDA": driver, "torch CUDA": built}
+        versions |= {
+            name: version for name in ("torch", "triton") if (version := hardware.version_of(name))
+        }
+        return [
+            _info(index, device.name, device.arch, device.memory, device.units, versions)
+            for index, device in enumerate(found)
+        ]
+
+    @classmethod
+    def describe(cls, arch: str) -> DeviceInfo:
+        if arch not in hardware.DESCRIBED:
+            known = ", ".join(hardware.DESCRIBED)
+            raise ValueError(f"no CUDA arch named {arch!r}; known: {known}")
+        name, memory, units = hardware.DESCRIBED[arch]
+        return _info(0, name, arch, memory * hardware.GIB, units, {})
+
+    @classmethod
+    def known_archs(cls) -> Sequence[str]:
+        return tuple(hardware.DESCRIBED)
+
+    def worker_env(self, device: DeviceInfo, rank: int, world: int) -> Mapping[str, str]:
+        # Which devices are visible, and in what order, is left as it was when they were probed: a device's index
+        # then means the same in every process.
+        return {
+            "OMP_NUM_THREADS": "1",  # the host only plans; its threads would spin beside the engine
+            "CUDA_MODULE_LOADING": "LAZY",
+        }
+
+    def defaults(self, model: ModelShape, device: DeviceInfo) -> Mapping[str, Default]:
+        dtype, memory = device.dtypes[0], device.memory / hardware.GIB
+        large = memory >= 40
+        return {
+            "model.dtype": Default(
+                dtype,
+                f"{device.arch} multiplies {dtype} on its matrix units"
+                + ("" if dtype == "bfloat16" else "; it has no bfloat16"),
+            ),
+            "cache.block_size": Default(32, "fine enough to share prefixes, long enough to read"),
+            "scheduler.max_num_batched_tokens": Default(
+                8192 if large else 2048,
+                f"{memory:.0f} GiB leave room for the activations of a step that fills the device",
+            ),
+            "scheduler.max_num_seqs": Default(256, "decoding is bound by memory up to about here"),
+        }
+
+    def check(self, config: Any, device: DeviceInfo) -> Sequence[Problem]:
+        problems = []
+        dtype, world = config.model.dtype, config.device.tensor_parallel_size
+        if dtype not in ("auto", *device.dtypes):
+            text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
+            problems.append(Problem("error", text + ", ".join(device.dtypes)))
+        if hardware.capability(device.arch) < OLDEST:
+            text = f"{device.arch} is older than sm_{OLDEST}, the oldest that is served"
+            problems.append(Problem("error", f"{text}; use --device cpu"))
+        if not hardware.version_of("triton"):
+            text = "triton is not installed: every op runs unfused in PyTorch; pip install triton"
+            problems.append(Problem("warning", text))
+        if world > 1 and config.device.worker == "inproc":
+            problems.append(Problem("error", "tensor parallelism needs --worker process"))
+        return problems
+
+    def implementations(self) -> Iterable[Implementation]:
+        return rows.implementations(self.name, known)
+
+    def open(self, device: DeviceInfo) -> DeviceRuntime:
+        from headrace.platforms.cuda.runtime import CudaRuntime
+
+        return CudaRuntime(device)
+
+
+def known(check: Check, device: DeviceInfo) -> Check:
+    """What is true of all kernels on this device."""
+    check.need(hardware.capability(device.arch) >= OLDEST, f"{device.arch} is too old for Triton")
+    if device.arch not in VERIFIED:
+        check.doubt(f"the project has not run it on {device.arch}")
+    return check
+
+
+def _info(
+    index: int, name: str, arch: str, memory: int, units: int, versions: Mapping[str, str]
+) -> DeviceInfo:
+    return DeviceInfo(
+        platform="cuda",
+        index=index,
+        name=name,
+        arch=arch,
+        features=hardware.features_of(arch),
+        memory=memory,
+        units=units,
+        dtypes=hardware.dtypes_of(arch),
+        versions=versions,
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels that every GPU platform shares: contracts of headrace.platforms, no vendor named here."""

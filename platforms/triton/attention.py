@@ -1,0 +1,230 @@
+"""Paged attention: decodes with split keys, prompts and chunks in tiles. Contract: headrace.platforms.attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.platforms.attention import PagedAttention
+from headrace.platforms.batch import BatchView
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.graph import GraphSupport
+from headrace.platforms.kv_layout import CANONICAL, KVFormat
+from headrace.platforms.queries import AttentionQuery
+from headrace.platforms.triton.attention_kernels import (
+    combine_kernel,
+    decode_kernel,
+    prefill_kernel,
+    write_kernel,
+)
+from headrace.platforms.triton.launch import power_of_two
+
+# Programs for each compute unit that decodes are split into, and the most parts of one sequence.
+PROGRAMS_A_UNIT = 2
+MOST_SPLITS = 32
+# A part shorter than this costs more to start and combine than it saves.
+KEYS_A_SPLIT = 128
+
+
+@dataclass(slots=True)
+class Plan:
+    decodes: int  # requests with one query token, the first ones of the batch
+    splits: int
+    num_tokens: int
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    starts: torch.Tensor
+    table: torch.Tensor
+    tiles: torch.Tensor | None  # [N, 2] int32; None without prompts
+    block_size: int
+
+
+def shape_options(query: AttentionQuery) -> dict[str, Any]:
+    """Compile-time constants that both kernels share."""
+    return {
+        "GROUP": query.q_heads // query.kv_heads,
+        "D": query.head_dim,
+        "DV": query.v_head_dim,
+        "SOFTCAP": query.softcap,
+        "WINDOW": query.window,
+        "SINKS": query.sinks,
+        "D_PAD": power_of_two(query.head_dim, 16),
+        "DV_PAD": power_of_two(query.v_head_dim, 16),
+        # float32 products are exact to float32, not rounded to what matrix units take
+        "PRECISION": "ieee" if query.dtype == "float32" else "tf32",
+    }
+
+
+def decode_options(query: AttentionQuery) -> dict[str, Any]:
+    wide = query.dtype == "float32" or max(query.head_dim, query.v_head_dim) > 128
+    return {
+        **shape_options(query),
+        "BLOCK_M": power_of_two(query.q_heads // query.kv_heads, 16),
+        "BLOCK_N": 32 if wide else 64,
+        "num_warps": 4,
+        "num_stages": 2 if wide else 3,
+    }
+
+
+def prefill_options(query: AttentionQuery) -> dict[str, Any]:
+    group = query.q_heads // query.kv_heads
+    width = max(query.head_dim, query.v_head_dim)
+    if query.dtype == "float32":
+        rows, keys, warps, stages = (32 if width <= 128 else 16), 32, 4, 1
+    elif width <= 128:
+        rows, keys, warps, stages = 128, 64, 8, 3
+    else:
+        rows, keys, warps, stages = 64, 32, 4, 2
+    return {
+        **shape_options(query),
+        "BLOCK_M": max(rows, power_of_two(group, 16)),
+        "BLOCK_N": keys,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+class TritonAttention(PagedAttention):
+    graph = GraphSupport.DECODE_ONE
+
+    def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
+        super().__init__(query, runtime)
+        self._pdl = "pdl" in runtime.info.features
+        self._launch = {"PDL": True, "launch_pdl": True} if self._pdl else {"PDL": False}
+        self._decode = decode_options(query)
+        self._prefill = prefill_options(query)
+        self._tile_tokens = self._prefill["BLOCK_M"] // self._prefill["GROUP"]
+        self._programs = PROGRAMS_A_UNIT * runtime.info.units
+        self._no_sinks = torch.zeros(1, device=runtime.device)
+
+    @classmethod
+    def kv_formats(cls, query: AttentionQuery) -> Sequence[KVFormat]:
+        return (KVFormat(CANONICAL, preference=10, preferred_block_size=32),)
+
+    # -- once a step --------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: BatchView, group: int, static: Any | None = None) -> Plan:
+        """Nothing is copied for decodes: the batch's own tensors, which have fixed addresses where `static` is given,
+        say it all, and the number of splits depends on the sizes of tensors only."""
+        table = batch.block_tables[group]
+        only_decodes = batch.num_decode_reqs == batch.num_reqs
+        # padding rows are decodes of one token
+        decodes = len(batch.seq_lens) if only_decodes else batch.num_decode_reqs
+        return Plan(
+            decodes,
+            self.splits(decodes, table.shape[1] * batch.block_size),
+            decodes if only_decodes else batch.num_tokens,
+            batch.slot_mappings[group],
+            batch.seq_lens,
+            batch.query_start_loc,
+            table,
+            None if only_decodes else self._tiles(batch),
+            batch.block_size,
+        )
+
+    def splits(self, requests: int, keys: int) -> int:
+        """Parts that each sequence of at most `keys` keys is divided into."""
+        if self.query.window:
+            keys = min(keys, self.query.window)
+        programs = max(requests, 1) * self.query.kv_heads
+        most = min(MOST_SPLITS, self._programs // programs, keys // KEYS_A_SPLIT)
+        return power_of_two(most + 1) // 2 if most > 1 else 1
+
+    def _tiles(self, batch: BatchView) -> torch.Tensor:
+        first, size = batch.num_decode_reqs, self._tile_tokens
+        starts = batch.query_start_loc_host[first : batch.num_reqs + 1]
+        counts = -(-np.diff(starts) // size)
+        request = np.repeat(np.arange(len(counts)), counts)
+        order = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+        token = order * size
+        lengths = batch.seq_lens_host[first : batch.num_reqs]
+        work = (lengths - np.diff(starts))[request] + token
+        by_work = np.argsort(-work, kind="stable")  # long ones first: short ones fill the end
+        tiles = self.runtime.pinned_empty((len(request), 2), torch.int32)
+        host = tiles.numpy()
+        host[:, 0], host[:, 1] = request[by_work] + first, token[by_work]
+        return tiles.to(self.runtime.device, non_blocking=True)
+
+    # -- once a layer -------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: Plan,
+    ) -> None:
+        tokens, heads, width = k.shape
+        if not tokens:
+            return
+        write_kernel[(tokens,)](
+            k, v, k_cache, v_cache, plan.slots,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3],
+            HEADS=heads, D=width, DV=v.shape[2], SIZE=plan.block_size, H_PAD=power_of_two(heads),
+            D_PAD=self._decode["D_PAD"], DV_PAD=self._decode["DV_PAD"], **self._launch,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: Plan,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query = self.query
+        if out is None:
+            out = torch.empty(
+                q.shape[0], query.q_heads, query.v_head_dim, dtype=q.dtype, device=q.device
+            )
+        if plan.num_tokens < q.shape[0]:
+            out[plan.num_tokens :].zero_()
+        strides = (
+            out.stride(0), out.stride(1), q.stride(0), q.stride(1),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], plan.table.stride(0),
+        )  # fmt: skip
+        if sinks is None:
+            sinks = self._no_sinks
+        caches = (k_cache, v_cache)
+        if plan.decodes:
+            self._attend_decodes(out, q, caches, plan, sinks, strides)
+        if plan.tiles is not None:
+            prefill_kernel[(len(plan.tiles), query.kv_heads)](
+                out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
+                *strides, query.scale, SIZE=plan.block_size, **self._prefill,
+            )  # fmt: skip
+        return out
+
+    def _attend_decodes(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        plan: Plan,
+        sinks: torch.Tensor,
+        strides: tuple[int, ...],
+    ) -> None:
+        query, splits = self.query, plan.splits
+        partial, lse = out, out  # not used with one part
+        if splits > 1:
+            parts = (plan.decodes, query.q_heads, splits)
+            partial = torch.empty(*parts, query.v_head_dim, dtype=torch.float32, device=q.device)
+            lse = torch.empty(parts, dtype=torch.float32, device=q.device)
+        decode_kernel[(splits, query.kv_heads, plan.decodes)](
+            out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
+            *strides, query.scale, SIZE=plan.block_size, SPLITS=splits, **self._decode,
+            **self._launch,
+        )  # fmt: skip
+        if splits > 1:
+            combine_kernel[(plan.decodes, query.q_heads)](
+                out, partial, lse, out.stride(0), out.stride(1), DV=query.v_head_dim,
+                SPLITS=splits, S_PAD=splits, DV_PAD=self._decode["DV_PAD"], num_warps=4,
+                **self._launch,
+            )  # fmt: skip

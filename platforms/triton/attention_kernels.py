@@ -1,0 +1,228 @@
+"""Kernels of paged attention over caches [P, Hkv, S, D] of any strides with unit stride along D.
+
+GROUP query heads share a KV head: a program handles all of them, so that every key and value is read once for the
+whole group. Scores are kept in units of log2(e), where exp2 is the exponential. Sums are float32.
+Whatever lies in a cache behind a sequence's end is masked when it is loaded: NaN in it reaches nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.platforms.triton.activations import tanh
+from headrace.platforms.triton.launch import after_previous, let_next_start
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def write_kernel(
+    k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head,
+    k_block, k_run, k_slot, v_block, v_run, v_slot,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    H_PAD: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token's keys and values of all heads into its slot; slot -1 is skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    let_next_start(PDL)
+    after_previous(PDL)
+    if slot >= 0:
+        block, offset = slot // SIZE, slot % SIZE
+        head = tl.arange(0, H_PAD)[:, None]
+        at = tl.arange(0, D_PAD)[None, :]
+        live = (head < HEADS) & (at < D)
+        key = tl.load(k + token * k_token + head * k_head + at, mask=live, other=0.0)
+        place = k_cache + block * k_block + head * k_run + offset * k_slot + at
+        tl.store(place, key.to(k_cache.dtype.element_ty), mask=live)
+        at = tl.arange(0, DV_PAD)[None, :]
+        live = (head < HEADS) & (at < DV)
+        value = tl.load(v + token * v_token + head * v_head + at, mask=live, other=0.0)
+        place = v_cache + block * v_block + head * v_run + offset * v_slot + at
+        tl.store(place, value.to(v_cache.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def fold(
+    q, top, total, acc, n, end, low, high, blocks, k_head, v_head,
+    k_block, k_slot, v_block, v_slot, scale,
+    D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys n .. n + BLOCK_N of a sequence folded into the running softmax of rows q [M, D_PAD].
+
+    Row i sees keys below high[i] and, under a window, from low[i] on. `end` bounds what may be loaded.
+    """
+    key = n + tl.arange(0, BLOCK_N)
+    real = key < end
+    block = tl.load(blocks + key // SIZE, mask=real, other=0).to(tl.int64)
+    at = tl.arange(0, D_PAD)
+    place = k_head + block * k_block + (key % SIZE) * k_slot
+    kt = tl.load(
+        place[None, :] + at[:, None], mask=real[None, :] & (at < D)[:, None], other=0.0
+    ).to(q.dtype)
+    scores = tl.dot(q, kt, input_precision=PRECISION) * scale
+    if SOFTCAP > 0:
+        scores = SOFTCAP * tanh(scores / SOFTCAP)
+    scores *= LOG2E
+    visible = key[None, :] < high[:, None]
+    if WINDOW > 0:
+        visible &= key[None, :] >= low[:, None]
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - finite[:, None])
+    decay = tl.exp2(top - finite)
+    total = total * decay + tl.sum(weights, axis=1)
+    at = tl.arange(0, DV_PAD)
+    place = v_head + block * v_block + (key % SIZE) * v_slot
+    values = tl.load(
+        place[:, None] + at[None, :], mask=real[:, None] & (at < DV)[None, :], other=0.0
+    ).to(q.dtype)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(q.dtype), values, acc, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def prefill_kernel(
+    out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
+    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
+    table_stride, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """tiles [N, 2] int32: (request, its first token in the tile); a tile has BLOCK_M // GROUP tokens."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile, head = tl.program_id(0), tl.program_id(1)
+    request = tl.load(tiles + 2 * tile)
+    first = tl.load(tiles + 2 * tile + 1)
+    start = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - start
+    context = tl.load(seq_lens + request) - count
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // GROUP
+    heads = head * GROUP + row % GROUP
+    live = (row < TOKENS * GROUP) & (token < count)
+    rows = (start + token).to(tl.int64)
+    at = tl.arange(0, D_PAD)
+    places = q + rows * q_token + heads * q_head
+    queries = tl.load(
+        places[:, None] + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0
+    )
+    high = context + token + 1
+    low = high - WINDOW
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    end = context + tl.minimum(first + TOKENS, count)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + heads).to(tl.float32) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    blocks = table + request.to(tl.int64) * table_stride
+    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    for n in range(begin, end, BLOCK_N):
+        top, total, acc = fold(
+            queries, top, total, acc, n, end, low, high, blocks, k_head, v_head,
+            k_block, k_slot, v_block, v_slot, scale,
+            D, DV, SIZE, SOFTCAP, WINDOW, BLOCK_N, D_PAD, DV_PAD, PRECISION,
+        )  # fmt: skip
+    acc = acc / total[:, None]
+    at = tl.arange(0, DV_PAD)
+    places = out + rows * o_token + heads * o_head
+    tl.store(
+        places[:, None] + at[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=live[:, None] & (at < DV)[None, :],
+    )
+
+
+@triton.jit
+def decode_kernel(
+    out, partial, lse, q, k_cache, v_cache, seq_lens, table, sinks,
+    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
+    table_stride, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Request b, one query token: a program for each of SPLITS parts of its keys.
+
+    With one part the result goes to `out`; else normalised results go to partial [B, Hq, SPLITS, DV] and the
+    logarithms (to base 2) of their sums to lse [B, Hq, SPLITS].
+    """
+    split, head = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    let_next_start(PDL)
+    after_previous(PDL)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(length - begin, SPLITS), BLOCK_N) * BLOCK_N
+    start = begin + split * share
+    end = tl.minimum(start + share, length)
+    row = tl.arange(0, BLOCK_M)
+    heads = head * GROUP + row
+    live = row < GROUP
+    at = tl.arange(0, D_PAD)
+    places = q + request * q_token + heads * q_head
+    queries = tl.load(
+        places[:, None] + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0
+    )
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        if split == 0:
+            top = tl.load(sinks + heads, mask=live, other=0.0).to(tl.float32) * LOG2E
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+    high = tl.zeros([BLOCK_M], tl.int32) + end
+    blocks = table + request * table_stride
+    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    for n in range(start, end, BLOCK_N):
+        top, total, acc = fold(
+            queries, top, total, acc, n, end, high, high, blocks, k_head, v_head,
+            k_block, k_slot, v_block, v_slot, scale,
+            D, DV, SIZE, SOFTCAP, 0, BLOCK_N, D_PAD, DV_PAD, PRECISION,
+        )  # fmt: skip
+    at = tl.arange(0, DV_PAD)
+    inside = live[:, None] & (at < DV)[None, :]
+    empty = total == 0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if SPLITS == 1:
+        places = out + request * o_token + heads * o_head
+        tl.store(places[:, None] + at[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        part = (request * tl.num_programs(1) * GROUP + heads) * SPLITS + split
+        tl.store(partial + part[:, None] * DV + at[None, :], acc, mask=inside)
+        logs = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+        tl.store(lse + part, logs, mask=live)
+
+
+@triton.jit
+def combine_kernel(
+    out, partial, lse, o_token, o_head, DV: tl.constexpr, SPLITS: tl.constexpr,
+    S_PAD: tl.constexpr, DV_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query head of one request, weighted by their sums."""
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    let_next_start(PDL)
+    after_previous(PDL)
+    part = (request * tl.num_programs(1) + head) * SPLITS + tl.arange(0, S_PAD)
+    logs = tl.load(lse + part, mask=tl.arange(0, S_PAD) < SPLITS, other=float("-inf"))
+    weights = tl.exp2(logs - tl.max(logs, axis=0))
+    at = tl.arange(0, DV_PAD)
+    mask = (weights > 0)[:, None] & (at < DV)[None, :]
+    values = tl.load(partial + part[:, None] * DV + at[None, :], mask=mask, other=0.0)
+    result = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    place = out + request * o_token + head * o_head
+    tl.store(place + at, result.to(out.dtype.element_ty), mask=at < DV)

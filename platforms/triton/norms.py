@@ -1,0 +1,99 @@
+"""RMS norm, alone and behind the residual addition. Contracts: headrace.platforms.ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.queries import NormQuery
+from headrace.platforms.triton.launch import (
+    after_previous,
+    let_next_start,
+    power_of_two,
+    warps_for,
+)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, heads, stride_token, stride_head, eps, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Row r of out [rows, WIDTH] is the norm of head r % heads of token r // heads."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    after_previous(PDL)
+    start = x + (row // heads) * stride_token + (row % heads) * stride_head
+    value = tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    result = value * inverse * scale
+    tl.store(out + row * WIDTH + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, residual, weight, out, stride_x, stride_residual, eps, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual += x, then out = norm(residual): the rounded sum is what is normed."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    let_next_start(PDL)
+    after_previous(PDL)
+    value = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+    place = residual + row * stride_residual + at
+    value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    total = value.to(residual.dtype.element_ty)
+    tl.store(place, total, mask=inside)
+    value = total.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    result = value * inverse * scale
+    tl.store(out + row * WIDTH + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+class _Norm:
+    def __init__(self, query: NormQuery, runtime: DeviceRuntime) -> None:
+        self._options = options(query.hidden, "pdl" in runtime.info.features)
+
+
+def options(width: int, pdl: bool) -> dict[str, Any]:
+    """How a norm over `width` elements is launched."""
+    launch = {"WIDTH": width, "BLOCK": power_of_two(width), "PDL": pdl}
+    return {**launch, "num_warps": warps_for(width), **({"launch_pdl": True} if pdl else {})}
+
+
+class RmsNorm(_Norm):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        heads = 1
+        if x.dim() > 2:
+            heads = x.shape[-2]
+            if x.dim() > 3:
+                x = x.flatten(0, -3)
+        rows = x.shape[0] * heads
+        if rows:
+            token, head = x.stride(0), x.stride(1) if heads > 1 else 0
+            rms_norm_kernel[(rows,)](x, weight, out, heads, token, head, eps, **self._options)
+        return out
+
+
+class AddRmsNorm(_Norm):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.shape[0]:
+            strides = x.stride(0), residual.stride(0)
+            add_rms_norm_kernel[(x.shape[0],)](
+                x, residual, weight, out, *strides, eps, **self._options
+            )
+        return out, residual

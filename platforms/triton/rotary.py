@@ -1,0 +1,70 @@
+"""Rotary embedding in place on strided heads. Contract: headrace.platforms.ops."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.queries import RotaryQuery
+from headrace.platforms.triton.launch import after_previous, let_next_start, power_of_two
+
+
+@triton.jit
+def rotary_kernel(
+    positions, q, k, cos_sin, q_token, q_head, k_token, k_head,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program turns HEADS heads of one token: those of q first, then those of k."""
+    token = tl.program_id(0).to(tl.int64)
+    let_next_start(PDL)
+    after_previous(PDL)
+    at = tl.arange(0, WIDTH)
+    inside = at < HALF
+    angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+    cos = tl.load(angles + at, mask=inside, other=0.0)[None, :]
+    sin = tl.load(angles + HALF + at, mask=inside, other=0.0)[None, :]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    of_q = head < Q_HEADS
+    q_row = q + token * q_token + head * q_head
+    k_row = k + token * k_token + (head - Q_HEADS) * k_head
+    row = tl.where(of_q, q_row, k_row)[:, None]
+    live = (head < Q_HEADS + K_HEADS)[:, None] & inside[None, :]
+    if NEOX:
+        first, second = at[None, :], at[None, :] + HALF
+    else:
+        first, second = 2 * at[None, :], 2 * at[None, :] + 1
+    a = tl.load(row + first, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(row + second, mask=live, other=0.0).to(tl.float32)
+    tl.store(row + first, (a * cos - b * sin).to(q.dtype.element_ty), mask=live)
+    tl.store(row + second, (b * cos + a * sin).to(q.dtype.element_ty), mask=live)
+
+
+class Rotary:
+    def __init__(self, query: RotaryQuery, runtime: DeviceRuntime) -> None:
+        pdl = "pdl" in runtime.info.features
+        half = query.rotary_dim // 2
+        self._options = {"HALF": half, "WIDTH": power_of_two(half), "PDL": pdl, "num_warps": 4}
+        if pdl:
+            self._options["launch_pdl"] = True
+        # about a thousand pairs for each program
+        self._heads = max(1, 1024 // self._options["WIDTH"])
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        is_neox: bool,
+    ) -> None:
+        heads = q.shape[1] + k.shape[1]
+        block = min(self._heads, power_of_two(heads))
+        if not q.shape[0]:
+            return
+        rotary_kernel[(q.shape[0], triton.cdiv(heads, block))](
+            positions, q, k, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+            Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block, **self._options,
+        )  # fmt: skip

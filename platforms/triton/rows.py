@@ -1,0 +1,92 @@
+"""The rows of a registry that these kernels make: metadata and verdicts. Imports neither torch nor Triton.
+
+A platform calls `implementations` with its own say on the architecture: whether the kernels were run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.registry import Check, Implementation, Requirement, Verdict
+
+TRITON = "triton"
+FLOATS = ("float32", "bfloat16", "float16")
+# What one program can hold of a row, in elements.
+WIDEST_ROW = 65536
+WIDEST_HEAD = 256
+
+# Adds what the platform knows of the device: unmet needs and doubts.
+Device = Callable[[Check, DeviceInfo], Check]
+
+
+def _dtype(check: Check, dtype: str, device: DeviceInfo) -> Check:
+    check.need(dtype in FLOATS, f"dtype {dtype} not in {FLOATS}")
+    return check.need(
+        dtype not in FLOATS or dtype in device.dtypes, f"{device.arch} does not compute in {dtype}"
+    )
+
+
+def _norm(query: Any, device: DeviceInfo, check: Check) -> Check:
+    check.need(query.hidden <= WIDEST_ROW, f"rows of {query.hidden} exceed {WIDEST_ROW}")
+    return check
+
+
+def _rotary(query: Any, device: DeviceInfo, check: Check) -> Check:
+    return check.need(query.rotary_dim <= 1024, f"{query.rotary_dim} rotated dimensions")
+
+
+def _activation(query: Any, device: DeviceInfo, check: Check) -> Check:
+    return check
+
+
+def _linear(query: Any, device: DeviceInfo, check: Check) -> Check:
+    scheme = query.scheme or query.dtype
+    check.need(scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with")
+    return check
+
+
+def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
+    check.need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
+    widest = max(query.head_dim, query.v_head_dim)
+    check.need(widest <= WIDEST_HEAD, f"heads of {widest} exceed {WIDEST_HEAD}")
+    group, rest = divmod(query.q_heads, query.kv_heads)
+    check.need(not rest, f"{query.q_heads} query heads are no multiple of {query.kv_heads}")
+    return check.need(group <= 64, f"{group} query heads for one KV head exceed 64")
+
+
+def implementations(source: str, known: Device) -> list[Implementation]:
+    """All rows, for the platform named `source`."""
+
+    def verdict(judge: Callable[[Any, DeviceInfo, Check], Check]) -> Callable[..., Verdict]:
+        def supports(query: Any, device: DeviceInfo) -> Verdict:
+            check = _dtype(known(Check(), device), query.dtype, device)
+            return judge(query, device, check).verdict()
+
+        return supports
+
+    home = "headrace.platforms.triton"
+    rows = (
+        ("linear", f"{home}.linear:TritonLinear", _linear),
+        ("paged_attention", f"{home}.attention:TritonAttention", _attention),
+        ("rms_norm", f"{home}.norms:RmsNorm", _norm),
+        ("fused_add_rms_norm", f"{home}.norms:AddRmsNorm", _norm),
+        ("rotary_embedding", f"{home}.rotary:Rotary", _rotary),
+        ("silu_and_mul", f"{home}.activations:SiluAndMul", _activation),
+        ("gelu_and_mul", f"{home}.activations:GeluAndMul", _activation),
+        ("gelu_tanh_and_mul", f"{home}.activations:GeluTanhAndMul", _activation),
+    )
+    return [
+        Implementation(
+            op,
+            TRITON,
+            target,
+            rank=50,
+            requires=(Requirement("triton", ">=3.2"),),
+            supports=verdict(judge),
+            source=source,
+            per_query=True,
+        )
+        for op, target, judge in rows
+    ]
