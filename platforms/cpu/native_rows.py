@@ -19,9 +19,12 @@ BLOCKS = {
 
 
 def _has_build(device: DeviceInfo) -> Check:
-    return Check().need(
+    check = Check().need(
         FEATURE in device.features, "the native kernels are not built: see `headrace doctor`"
     )
+    if "neon" in device.features:
+        check.doubt("never run on an Arm machine of the project")
+    return check
 
 
 def _built(query: Any, device: DeviceInfo) -> Check:
