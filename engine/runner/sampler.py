@@ -50,12 +50,14 @@ class Sampler:
     def __init__(self, rows: Rows, sample: SampleOp, transfers: Transfers) -> None:
         self._rows = rows
         self._sample = sample
+        self._fast_greedy = getattr(sample, "fast_greedy", False)
         self._transfers = transfers
 
     def sample(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
         """raw logits [R, V] float32, kept -> ids [R] int32; -1 where a row's logits are not finite."""
         logits = self._shape(raw, inputs)
-        ids = logits.argmax(-1) if inputs.greedy else self._draw(logits, inputs)
+        plain = inputs.greedy and not self._fast_greedy
+        ids = logits.argmax(-1) if plain else self._draw(logits, inputs)
         # A sum is finite only if every term is: one pass, no [R, V] temporary.
         return torch.where(raw.sum(-1).isfinite(), ids, -1).to(torch.int32)
 

@@ -219,6 +219,8 @@ class NativeEmbedding(EmbeddingImpl):
 class NativeSample:
     """Top-k, top-p and min-p by buckets of the logits: only what a filter ends in is sorted."""
 
+    fast_greedy = True
+
     def __init__(self, query: Any, runtime: Any) -> None:
         self._kernels: Kernels = runtime.kernels()
 
