@@ -1,8 +1,9 @@
 """The engine process: `python -m headrace.engine.core.process --boot-fd N`.
 
 Started by engine/ipc/launch.py. Exit code 0 after an orderly stop, 1 after a failure, which clients are told of in an
-EngineFailed first. It ends when its parent does; SIGINT is ignored because a terminal sends it to the whole process
-group and the API process decides what it means; SIGTERM stops at once.
+EngineFailed first. It ends when its parent does. SIGINT and SIGTERM are ignored: terminals send them to a whole process
+group and service managers to every process of a service, while only the API process knows whether requests are to be
+finished first. What stops the engine is a message of its parent, STOP_SIGNAL, or the parent's end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headrace.engine.core import startup
 from headrace.engine.core.boot import Boot, read_boot
 from headrace.engine.core.engine import Engine
 from headrace.engine.core.executor import Executor, WorkerFailed
-from headrace.engine.core.stop import StopSignal
+from headrace.engine.core.stop import STOP_SIGNAL, StopSignal
 from headrace.engine.ipc.messages import EngineFailed
 from headrace.engine.ipc.server import EngineServer
 from headrace.engine.kv_cache.plan import KVPlanError
@@ -38,20 +39,21 @@ _EXPECTED = (WorkerFailed, KVPlanError, ModelError)
 
 
 class _Stopped(Exception):
-    """SIGTERM came while the engine was starting."""
+    """STOP_SIGNAL came while the engine was starting."""
 
 
 class _Signals:
-    """SIGTERM: interrupts start-up wherever it is; later it only sets the flag the loop looks at."""
+    """STOP_SIGNAL: interrupts start-up wherever it is; later it only sets the flag the loop looks at."""
 
     def __init__(self) -> None:
         self.stop = StopSignal()
         self.starting = True
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(STOP_SIGNAL, self._stop)
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.stop.set("SIGTERM")
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop.set("the parent process asked for it")
         if self.starting:
             self.starting = False
             raise _Stopped
@@ -63,7 +65,7 @@ def _end_with_parent(fd: int) -> None:
         while os.read(fd, 4096):
             pass
     logger.warning("the parent process is gone: the engine stops")
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), STOP_SIGNAL)
     time.sleep(_ORPHAN_SECONDS)
     os._exit(1)
 

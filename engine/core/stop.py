@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+
+# From the API process to its engine process. None of the signals that others send to stop a service: those are the API
+# process's business (see core/process.py).
+STOP_SIGNAL = signal.SIGUSR1
 
 
 class StopSignal:

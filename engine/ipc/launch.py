@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from headrace.engine.config.env import child_environment
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.core.boot import Boot, write_boot
+from headrace.engine.core.stop import STOP_SIGNAL
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import ModelFiles
 from headrace.platforms.device import DeviceInfo
@@ -63,9 +64,9 @@ class EngineProcess:
         return self.exit_code
 
     def terminate(self) -> None:
-        """Ask for an orderly stop (SIGTERM)."""
+        """Ask for an orderly stop."""
         if not self._ended.is_set():
-            self._popen.terminate()
+            self._popen.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
         if not self._ended.is_set():

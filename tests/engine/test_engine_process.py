@@ -268,7 +268,7 @@ def test_context_that_does_not_fit_is_said_with_the_way_out():
 # ---- the end
 
 
-def test_sigterm_stops_in_order_and_answers_who_waits():
+def test_stopping_is_orderly_and_answers_who_waits():
     async def run():
         async with scripted_engine(SLOW) as (client, process):
             await client.wait_ready()
@@ -282,18 +282,21 @@ def test_sigterm_stops_in_order_and_answers_who_waits():
     asyncio.run(run())
 
 
-def test_sigterm_while_loading_ends_at_once():
+def test_stopping_while_loading_ends_at_once():
     process = launch_scripted(Script(load_seconds=60))
     time.sleep(1.0)
     process.terminate()
     assert process.wait(5) == 0
 
 
-def test_sigint_is_ignored():
+def test_what_these_signals_mean_the_parent_decides():
+    """SIGINT comes from a terminal, SIGTERM from a service manager that sends it to every process."""
+
     async def run():
         async with scripted_engine(Script()) as (client, process):
             await client.wait_ready()
             os.kill(process.pid, signal.SIGINT)
+            os.kill(process.pid, signal.SIGTERM)
             tokens, _ = await collect(client, submit("a", [1], max_tokens=3))
             assert len(tokens) == 3
 
