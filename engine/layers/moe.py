@@ -63,26 +63,14 @@ class Experts(Layer):
         hidden, size = spec.hidden, spec.moe_intermediate
         share = shard(size, ctx, "intermediate features of an expert")
         whole = slice(0, hidden)
-        experts = range(spec.experts)
+        names = [f"{name}.{expert}" for expert in range(spec.experts)]
+        gate_up = [[Part(f"{n}.{p}_proj", size, share) for p in ("gate", "up")] for n in names]
+        down = [[Part(f"{n}.down_proj", hidden, whole)] for n in names]
         self._ctx = ctx
-        self._gate_up = _Stack(
-            [[Part(f"{name}.{e}.{p}_proj", size, share) for p in ("gate", "up")] for e in experts],
-            hidden,
-            whole,
-        )
-        self._down = _Stack(
-            [[Part(f"{name}.{e}.down_proj", hidden, whole)] for e in experts], size, share
-        )
-        query = ExpertsQuery(
-            experts=spec.experts,
-            top_k=spec.experts_per_token,
-            hidden=hidden,
-            intermediate=share.stop - share.start,
-            dtype=dtype_name(ctx.dtype),
-            scheme=self._gate_up.scheme(ctx.schemes),
-            down_scheme=self._down.scheme(ctx.schemes),
-            activation=spec.activation,
-        )
+        self._gate_up, self._down = _Stack(gate_up, hidden, whole), _Stack(down, size, share)
+        sizes = (spec.experts, spec.experts_per_token, hidden, share.stop - share.start)
+        schemes = (self._gate_up.scheme(ctx.schemes), self._down.scheme(ctx.schemes))
+        query = ExpertsQuery(*sizes, dtype_name(ctx.dtype), *schemes, spec.activation)
         if (query.scheme or query.down_scheme) and not ctx.ops.can("fused_experts", query):
             query = replace(query, scheme="", down_scheme="")
         self._query = query

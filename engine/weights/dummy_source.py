@@ -23,11 +23,16 @@ _PERIOD = 65521
 
 
 class DummyHandle:
-    """Small normal values that depend on the name alone: the same in every process and for every shard."""
+    """Small normal values that depend on the name alone: the same in every process, for every shard and device.
 
-    def __init__(self, name: str, shape: tuple[int, ...], scheme: str, center: float):
+    They are spread out where they are wanted: made on the host, 16 GB of them would take longer than real weights.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], scheme: str, center: float, device: torch.device
+    ):
         self.name, self.shape, self.scheme = name, shape, scheme
-        self._center = center
+        self._center, self._device = center, device
 
     def read(
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
@@ -35,7 +40,7 @@ class DummyHandle:
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
         count = math.prod(self.shape)
         tile = torch.randn(min(count, _PERIOD), generator=generator) * _SPREAD + self._center
-        whole = tile.to(dtype).repeat(-(-count // _PERIOD))[:count].view(self.shape)
+        whole = tile.to(self._device, dtype).repeat(-(-count // _PERIOD))[:count].view(self.shape)
         part = whole[rows or slice(None)]
         return (part if cols is None else part[:, cols]).clone(
             memory_format=torch.contiguous_format
@@ -46,10 +51,11 @@ class DummyHandle:
 
 
 class DummySource:
-    """See WeightSource."""
+    """See WeightSource. Its tensors are made on `device`."""
 
-    def __init__(self, files: ModelFiles, spec: ModelSpec):
+    def __init__(self, files: ModelFiles, spec: ModelSpec, device: torch.device | None = None):
         self.files, self.spec = files, spec
+        self._device = device or torch.device("cpu")
         self._shapes = tensor_shapes(spec)
 
     def names(self) -> Iterable[str]:
@@ -59,7 +65,7 @@ class DummySource:
         shape = self._shapes[name]
         # A norm multiplies by (offset + w), which is to be near one.
         center = 1.0 - self.spec.norm_offset if name.endswith("norm.weight") else 0.0
-        return DummyHandle(name, shape, self.spec.dtype, center)
+        return DummyHandle(name, shape, self.spec.dtype, center, self._device)
 
     def total_bytes(self) -> int:
         size = 4 if self.spec.dtype == "float32" else 2

@@ -70,21 +70,19 @@ class ExpertSource:
     def __init__(self, source: WeightSource):
         self.spec, self.files = source.spec, source.files
         self._source = source
-        self._stacked: dict[str, tuple[str, Piece]] = {}
-        self._names: list[str] = []
-        for name in source.names():
-            parts = pieces(name, source.get(name).shape) if _STACKED.match(name) else []
-            self._names += [part.name for part in parts] or [name]
-            self._stacked.update({part.name: (name, part) for part in parts if part.name != name})
+        self._found = {
+            piece.name: (name, piece)
+            for name in source.names()
+            for piece in pieces(name, source.get(name).shape if _STACKED.match(name) else ())
+        }
 
     def names(self) -> Iterable[str]:
-        return self._names
+        return self._found.keys()
 
     def get(self, name: str) -> TensorHandle:
-        if name not in self._stacked:
-            return self._source.get(name)
-        stored, piece = self._stacked[name]
-        return _Rows(self._source.get(stored), piece)
+        stored, piece = self._found[name]
+        handle = self._source.get(stored)
+        return handle if stored == name else _Rows(handle, piece)
 
     def total_bytes(self) -> int:
         return self._source.total_bytes()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,9 @@ from headrace.engine.weights.source import ModelError, ModelFiles, WeightSource
 from headrace.engine.weights.spec_gguf import spec_from_gguf
 from headrace.engine.weights.spec_hf import spec_from_hf, token_ids
 from headrace.engine.weights.wheels import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 
 def resolve_model(settings: ModelSettings, progress: Progress | None = None) -> ModelFiles:
@@ -70,12 +73,21 @@ def read_spec(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> 
     return spec
 
 
-def open_source(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> WeightSource:
-    """The tensors of the model, by Hugging Face names. Imports torch. Raises ModelError as `read_spec` does."""
-    return by_expert(_open_stored(files, overrides))
+def open_source(
+    files: ModelFiles,
+    overrides: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
+) -> WeightSource:
+    """The tensors of the model, by Hugging Face names. Imports torch. Raises ModelError as `read_spec` does.
+
+    `device`: where made-up weights are to be made; what is stored is read to the host whatever it says.
+    """
+    return by_expert(_open_stored(files, overrides, device))
 
 
-def _open_stored(files: ModelFiles, overrides: Mapping[str, Any] | None) -> WeightSource:
+def _open_stored(
+    files: ModelFiles, overrides: Mapping[str, Any] | None, device: torch.device | None
+) -> WeightSource:
     if files.kind == "gguf":
         from headrace.engine.weights.gguf_source import GGUFSource
 
@@ -92,7 +104,7 @@ def _open_stored(files: ModelFiles, overrides: Mapping[str, Any] | None) -> Weig
         return TorchSource(files, spec)
     from headrace.engine.weights.dummy_source import DummySource
 
-    return DummySource(files, spec)
+    return DummySource(files, spec, device)
 
 
 def _open_gguf(files: ModelFiles, overrides: Mapping[str, Any] | None) -> GGUFFile:

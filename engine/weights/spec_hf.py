@@ -16,18 +16,6 @@ from headrace.engine.weights.source import ModelError
 
 Config = Mapping[str, Any]
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3",
-)
-
 _COMMON = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -49,6 +37,19 @@ _GEMMA = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
+_MISTRAL = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+}
+_QWEN = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 # What a family's config means when it leaves a key out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -57,57 +58,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    "mistral": {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    "mistral": {**_MISTRAL, "sliding_window": 4096},
+    "qwen2": {**_QWEN, "num_key_value_heads": 32},
+    "qwen3": {**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
     "mixtral": {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
+        **_MISTRAL,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
     "qwen2_moe": {
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
+        **_QWEN,
         "num_key_value_heads": 16,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "qkv_bias": True,
         "num_experts": 60,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
     "qwen3_moe": {
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
+        **_QWEN,
         "num_key_value_heads": 4,
-        "sliding_window": 4096,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
@@ -127,6 +98,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
     },
 }
+FAMILIES = tuple(_DEFAULTS)
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -136,7 +108,7 @@ _ACTIVATIONS = {
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_QWEN = ("qwen2", "qwen2_moe", "qwen3")  # windows only where use_sliding_window says so
+_QWEN2 = ("qwen2", "qwen2_moe")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -173,7 +145,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         norm_eps=float(c["rms_norm_eps"]),
         activation=_activation(c),
         tie_embeddings=bool(c["tie_word_embeddings"]),
-        attention_bias=_qkv_bias(family, c),
+        attention_bias=_bias(family, c) or (family in _QWEN2 and bool(c.get("qkv_bias", True))),
         output_bias=_bias(family, c),
         mlp_bias=family == "llama" and bool(c.get("mlp_bias", False)),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
@@ -246,14 +218,7 @@ def _integer(c: Config, key: str) -> int:
 
 def _bias(family: str, c: Config) -> bool:
     """`attention_bias` covers q, k, v and o; Qwen 2 has its own on q, k, v and Mistral none."""
-    fixed = family in ("qwen2", "qwen2_moe", "mistral", "mixtral")
-    return not fixed and bool(c["attention_bias"])
-
-
-def _qkv_bias(family: str, c: Config) -> bool:
-    if family == "qwen2_moe":
-        return bool(c["qkv_bias"])
-    return family == "qwen2" or _bias(family, c)
+    return family not in (*_QWEN2, "mistral", "mixtral") and bool(c["attention_bias"])
 
 
 def _experts(family: str, c: Config, layers: int) -> dict[str, Any]:
@@ -261,26 +226,22 @@ def _experts(family: str, c: Config, layers: int) -> dict[str, Any]:
     if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
         return {}
     mixtral = family == "mixtral"
-    key = "num_local_experts" if mixtral or "num_local_experts" in c else "num_experts"
+    key = "num_local_experts" if "num_local_experts" in c else "num_experts"
     experts, chosen = _integer(c, key), _integer(c, "num_experts_per_tok")
     if chosen > experts:
-        raise ModelError(
-            f"config.json: num_experts_per_tok ({chosen}) is more than {key} ({experts})"
-        )
-    step, dense = c.get("decoder_sparse_step", 1) or 1, c.get("mlp_only_layers") or ()
+        raise ModelError(f"config.json: num_experts_per_tok {chosen} is more than {key} {experts}")
+    step, dense = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
+    shared = c["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0
+    plain = () if mixtral else tuple(i for i in range(layers) if i in dense or (i + 1) % step)
     return {
         "experts": experts,
         "experts_per_token": chosen,
         "moe_intermediate": _integer(
             c, "intermediate_size" if mixtral else "moe_intermediate_size"
         ),
-        "shared_intermediate": _integer(c, "shared_expert_intermediate_size")
-        if family == "qwen2_moe"
-        else 0,
+        "shared_intermediate": shared,
         "norm_topk_prob": mixtral or bool(c.get("norm_topk_prob", False)),
-        "dense_layers": ()
-        if mixtral
-        else tuple(i for i in range(layers) if i in dense or (i + 1) % step),
+        "dense_layers": plain,
     }
 
 
@@ -312,7 +273,7 @@ def _layer_types(family: str, c: Config, layers: int) -> tuple[str, ...]:
                 f"config.json: layer_types has {len(given)} entries {unknown or ''} for {layers} layers; "
                 f"it must say {_SLIDING} or {_FULL} for each layer"
             )
-        if family in _QWEN and not c.get("use_sliding_window"):
+        if family in (*_QWEN2, "qwen3") and not c.get("use_sliding_window"):
             return (_FULL,) * layers
         return tuple(given)
     if family in ("qwen2", "qwen3"):

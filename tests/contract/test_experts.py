@@ -1,4 +1,4 @@
-"""Mixture of experts beyond the generated cases: independent truths, stored blocks, tokens that do not disturb others."""
+"""Mixture of experts beyond the generated cases: independent truths, stored blocks, tokens alone and in a crowd."""
 
 from __future__ import annotations
 

@@ -25,6 +25,9 @@ CLASSES = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
 }
@@ -92,7 +95,7 @@ WINDOWS = [
 )
 def test_windows(family, options):
     theirs = CLASSES[family](**{**TINY, **options})
-    if family == "mistral":
+    if family in ("mistral", "mixtral", "qwen3_moe"):  # layer_types mean nothing to them
         expected = [theirs.sliding_window or 0] * 8
     elif family == "llama":
         expected = [0] * 8
@@ -221,8 +224,34 @@ def test_biases_and_norms():
     assert flags("qwen2") == (True, False, False, False)
     assert flags("qwen3") == (False, False, False, True)
     assert flags("qwen3", attention_bias=True) == (True, True, False, True)
+    assert flags("mixtral", attention_bias=True) == (False, False, False, False)
+    assert flags("qwen2_moe", attention_bias=True) == (True, False, False, False)
+    assert flags("qwen2_moe", qkv_bias=False) == (False, False, False, False)
+    assert flags("qwen3_moe", attention_bias=True) == (True, True, False, True)
     assert flags("gemma2") == (False, False, False, False)
     assert flags("gemma3") == (False, False, False, True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_topk_prob": True}, {"decoder_sparse_step": 3}, {"mlp_only_layers": [0, 7]}],
+)
+def test_experts(family, options):
+    mixtral = family == "mixtral"
+    theirs = CLASSES[family](**TINY, **({} if mixtral else options))
+    for config in (saved(family, **options), old_style(family, **options)):
+        spec = spec_from_hf(config)
+        assert spec.experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
+        assert spec.experts_per_token == theirs.num_experts_per_tok
+        width = theirs.intermediate_size if mixtral else theirs.moe_intermediate_size
+        assert spec.moe_intermediate == width
+        assert spec.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", 0)
+        assert spec.norm_topk_prob == (mixtral or theirs.norm_topk_prob)
+        dense = {} if mixtral else options
+        step, only = dense.get("decoder_sparse_step", 1), dense.get("mlp_only_layers", [])
+        sparse = [i not in only and (i + 1) % step == 0 for i in range(8)]
+        assert [spec.sparse(i) for i in range(8)] == sparse
 
 
 def test_gemma_extras():
