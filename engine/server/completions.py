@@ -19,13 +19,12 @@ from headrace.engine.server.params import (
     check_logprobs,
     check_max_tokens,
 )
-from headrace.engine.server.prompts import encode_prompts
+from headrace.engine.server.prompts import encode_prompts, in_pool
 from headrace.engine.server.protocol import CompletionRequest
 from headrace.engine.server.requests import Head, Run, start_run
 from headrace.engine.server.sse import encode, frame
 from headrace.engine.server.state import ServerState
 from headrace.engine.server.usage import usage
-from headrace.engine.text.output import ShownToken
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -77,21 +76,27 @@ class _Writer:
         self._choice = choice
         self._echo_due = run.generation.echo
 
-    def write(self, delta: Delta) -> tuple[str, dict[str, list[Any]] | None]:
+    async def write(self, delta: Delta) -> tuple[str, dict[str, list[Any]] | None]:
         """The text to show for a delta, and the logprobs object of exactly that text."""
-        text, tokens = delta.text, delta.tokens
         wanted = self._run.generation.sampling.logprobs >= 0
-        if self._echo_due:
-            self._echo_due = False
-            text = self._choice.echo + text
-            if wanted:
-                tokens = self._echo_tokens(delta) + tokens
-        return text, completion_logprobs(tokens) if wanted else None
+        logprobs = completion_logprobs(delta.tokens) if wanted else None
+        if not self._echo_due:
+            return delta.text, logprobs
+        self._echo_due = False
+        echoed = await self._echo_logprobs(delta) if wanted else None
+        return self._choice.echo + delta.text, _joined(echoed, logprobs)
 
-    def _echo_tokens(self, delta: Delta) -> list[ShownToken]:
+    async def _echo_logprobs(self, delta: Delta) -> dict[str, list[Any]]:
+        """Off the event loop: a long prompt has tens of thousands of entries."""
+        state, prompt = self._run.state, self._choice.prompt
         skip = self._run.generation.skip_special_tokens
-        tokenizer = self._run.state.tokenizer
-        return echo_tokens(tokenizer, self._choice.prompt, delta.prompt_logprobs, skip)
+
+        def make() -> dict[str, list[Any]]:
+            return completion_logprobs(
+                echo_tokens(state.tokenizer, prompt, delta.prompt_logprobs, skip)
+            )
+
+        return await in_pool(state, make)
 
 
 async def completion_answer(run: Run) -> bytes:
@@ -103,7 +108,7 @@ async def completion_answer(run: Run) -> bytes:
     async with aclosing(run_choices(run.context, run.choices)) as deltas:
         async for delta in deltas:
             at = delta.choice.index
-            text, new = writers[at].write(delta)
+            text, new = await writers[at].write(delta)
             texts[at].append(text)
             logprobs[at] = _joined(logprobs[at], new)
             reasons[at] = delta.finish_reason
@@ -140,7 +145,7 @@ async def completion_frames(run: Run) -> AsyncGenerator[bytes, None]:
             at = delta.choice.index
             out = b""
             tail = run.chunk_tail()
-            text, logprobs = writers[at].write(delta)
+            text, logprobs = await writers[at].write(delta)
             if text or (logprobs and logprobs["tokens"]):
                 out += _chunk(prefix, at, encode(text), encode(logprobs), b"null", tail)
             if delta.finish_reason:

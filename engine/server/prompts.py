@@ -73,9 +73,7 @@ def split_prompts(prompt: Any, vocab: int, param: str = "prompt") -> list[str | 
     return [prompt]
 
 
-async def _in_pool(
-    state: ServerState, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> R:
+async def in_pool(state: ServerState, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Off the event loop. Raises ApiError 429 when too much waits there."""
     try:
         return await state.text.run(call, *args, **kwargs)
@@ -87,12 +85,12 @@ async def _in_pool(
 
 async def decode_ids(state: ServerState, ids: list[int]) -> str:
     """Their text, special tokens included: for /detokenize."""
-    return await _in_pool(state, state.tokenizer.decode, ids, False)
+    return await in_pool(state, state.tokenizer.decode, ids, False)
 
 
 async def encode_text(state: ServerState, text: str, add_special_tokens: bool) -> list[int]:
     """One text, whatever its length: for /tokenize."""
-    (ids,) = await _in_pool(state, state.tokenizer.encode_batch, [text], add_special_tokens)
+    (ids,) = await in_pool(state, state.tokenizer.encode_batch, [text], add_special_tokens)
     return ids
 
 
@@ -105,7 +103,7 @@ async def encode_prompts(
         _check_text_length(text, state.limits.context, param)
     encoded: Iterator[list[int]] = iter(())
     if texts:
-        batch = await _in_pool(state, state.tokenizer.encode_batch, texts, add_special_tokens)
+        batch = await in_pool(state, state.tokenizer.encode_batch, texts, add_special_tokens)
         encoded = iter(batch)
     ready = []
     for index, prompt in enumerate(prompts):
@@ -142,7 +140,7 @@ async def encode_chat(
     """Messages by the model's chat template to token ids. Raises ApiError (400), also in the template's own words."""
     _check_template_fields(state, messages, fields)
     try:
-        text = await _in_pool(
+        text = await in_pool(
             state,
             state.tokenizer.render_chat,
             messages,
