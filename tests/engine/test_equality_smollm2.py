@@ -61,7 +61,7 @@ def truth(smollm2_gguf: Path, folder: Path) -> Truth:
     [
         {"max_num_batched_tokens": 512},
         {"max_num_batched_tokens": 16, "prefix_caching": False, "overlap": False},
-        {"max_num_batched_tokens": 64, "num_blocks": 20, "block_size": 16},
+        {"max_num_batched_tokens": 64, "num_blocks": 17, "block_size": 16, "max_model_len": 256},
     ],
     ids=["chunks of 512", "chunks of 16", "preemption"],
 )
