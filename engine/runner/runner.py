@@ -122,6 +122,8 @@ class Runner:
             value[0].zero_()
         self.model.bind_kv(plan, caches)
         self.rows.bind_tables(len(plan.groups), plan.block_size)
+        # Weights, caches and rows were filled on the default stream, which the runner's own does not wait for.
+        self.runtime.synchronize()
         most = 2 * self.limits.max_num_seqs  # a padded step is less than twice as large
         tokens = max(self.limits.max_num_batched_tokens, most)
         self._builder = BatchBuilder(self.rows, plan.block_size, self.runtime, tokens, most)
@@ -282,7 +284,8 @@ class Runner:
 
     def reset(self) -> None:
         """Forget every request: rows keep nothing, tables point at the dummy block."""
-        self.rows.reset()
+        with self.runtime.use_stream(self._stream):
+            self.rows.reset()
 
     def close(self) -> None:
         """Drop the graphs: this must happen before the collectives they hold are closed."""

@@ -81,7 +81,7 @@ class Worker:
         dtype = getattr(torch, self._dtype_name)
         kv_dtype = config.cache.kv_cache_dtype
         limits = limits_of(setup)
-        source = open_source(setup.files, config.model.hf_overrides)
+        source = open_source(setup.files, config.model.hf_overrides, self._runtime.device)
         try:
             context = BuildContext(
                 self._ops,

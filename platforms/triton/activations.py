@@ -49,16 +49,16 @@ class _Gated:
 
     def __init__(self, query: ActivationQuery, runtime: DeviceRuntime) -> None:
         pdl = "pdl" in runtime.info.features
-        self._options = {"KIND": self.kind, "BLOCK": BLOCK, "PDL": pdl, "num_warps": 4}
+        self.options = {"KIND": self.kind, "BLOCK": BLOCK, "PDL": pdl, "num_warps": 4}
         if pdl:
-            self._options["launch_pdl"] = True
+            self.options["launch_pdl"] = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens, width = x.shape[0], x.shape[1] // 2
         out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
         if tokens:
             grid = (tokens, triton.cdiv(width, BLOCK))
-            gated_kernel[grid](x, out, x.stride(0), WIDTH=width, **self._options)
+            gated_kernel[grid](x, out, x.stride(0), WIDTH=width, **self.options)
         return out
 
 

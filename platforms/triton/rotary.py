@@ -46,11 +46,11 @@ class Rotary:
     def __init__(self, query: RotaryQuery, runtime: DeviceRuntime) -> None:
         pdl = "pdl" in runtime.info.features
         half = query.rotary_dim // 2
-        self._options = {"HALF": half, "WIDTH": power_of_two(half), "PDL": pdl, "num_warps": 4}
+        self.options = {"HALF": half, "WIDTH": power_of_two(half), "PDL": pdl, "num_warps": 4}
         if pdl:
-            self._options["launch_pdl"] = True
+            self.options["launch_pdl"] = True
         # about a thousand pairs for each program
-        self._heads = max(1, 1024 // self._options["WIDTH"])
+        self._heads = max(1, 1024 // self.options["WIDTH"])
 
     def __call__(
         self,
@@ -66,5 +66,5 @@ class Rotary:
             return
         rotary_kernel[(q.shape[0], triton.cdiv(heads, block))](
             positions, q, k, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block, **self._options,
+            Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block, **self.options,
         )  # fmt: skip

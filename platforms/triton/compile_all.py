@@ -1,0 +1,223 @@
+"""Compile every kernel variant that the engine can select, without a device.
+
+    python -m headrace.platforms.triton.compile_all --arch sm_90
+
+Prints registers, spilled bytes and shared memory of each variant; exits with 1 when a variant spills more than
+--most-spills bytes or needs more shared memory than the architecture has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from headrace.platforms.queries import ActivationQuery, AttentionQuery, LinearQuery, RotaryQuery
+from headrace.platforms.triton import (
+    activations,
+    attention,
+    attention_kernels,
+    linear,
+    linear_kernels,
+    norms,
+    rotary,
+)
+from headrace.platforms.triton.launch import power_of_two
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# q heads, kv heads, head size, options: the common models, and the edges
+ATTENTION: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (32, 8, 128, {}),  # Llama 3.1 8B
+    (32, 8, 64, {}),  # Llama 3.2 1B
+    (9, 3, 64, {}),  # SmolLM2
+    (32, 8, 128, {"window": 4096}),  # Mistral
+    (32, 32, 80, {}),
+    (4, 1, 256, {"window": 512}),  # Gemma 3
+    (8, 4, 256, {"softcap": 50.0}),  # Gemma 2
+    (64, 8, 64, {"window": 128, "sinks": True}),
+)
+LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256), (576, 960))
+# bytes of shared memory that one program may have
+SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227}
+SHARED = {arch: 1024 * size for arch, size in (SHARED | {"sm_120": 99}).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    name: str
+    kernel: Any
+    pointers: Mapping[str, str]  # argument -> element type
+    scalars: Mapping[str, str]
+    options: Mapping[str, Any]  # constants, num_warps, num_stages
+
+
+def variants(pdl: bool) -> Iterator[Variant]:
+    for dtype, short in DTYPES.items():
+        yield from _attention(dtype, short, pdl)
+        yield from _rows(dtype, short, pdl)
+        yield from _linear(dtype, short, pdl)
+
+
+def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+    names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride"
+    scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
+    caches = dict.fromkeys(("out", "q", "k_cache", "v_cache"), short)
+    integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table"), "i32")
+    pointers = {**caches, **integers, "sinks": "fp32", "partial": "fp32", "lse": "fp32"}
+    for q_heads, kv_heads, size, options in ATTENTION:
+        query = AttentionQuery(q_heads, kv_heads, size, size, dtype, dtype, size**-0.5, **options)
+        label = f"{short} {q_heads}/{kv_heads}x{size} {options or ''}".strip()
+        common = (pointers, scalars)
+        chosen = {**attention.prefill_options(query), "SIZE": 32}
+        yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
+        for splits in (1, 16):
+            chosen = {**attention.decode_options(query), "SIZE": 32, "SPLITS": splits, "PDL": pdl}
+            kernel = attention_kernels.decode_kernel
+            yield Variant(f"decode/{splits} {label}", kernel, *common, chosen)
+        chosen = {"SPLITS": 16, "S_PAD": 16, "DV": size, "DV_PAD": power_of_two(size, 16)}
+        kernel = attention_kernels.combine_kernel
+        yield Variant(f"combine {label}", kernel, *common, {**chosen, "PDL": pdl})
+        chosen = {"HEADS": kv_heads, "D": size, "DV": size, "SIZE": 32, "PDL": pdl}
+        chosen |= {"H_PAD": power_of_two(kv_heads), "D_PAD": power_of_two(size, 16)}
+        chosen |= {"DV_PAD": power_of_two(size, 16)}
+        inputs = {"k": short, "v": short, "k_cache": short, "v_cache": short, "slots": "i64"}
+        names = "k_token k_head v_token v_head k_block k_run k_slot v_block v_run v_slot"
+        integers = dict.fromkeys(names.split(), "i32")
+        kernel = attention_kernels.write_kernel
+        yield Variant(f"write {label}", kernel, inputs, integers, chosen)
+
+
+def _rows(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+    for width in (128, 576, 2048, 4096, 8192):
+        pointers = {"x": short, "residual": short, "weight": "fp32", "out": short}
+        names = ("heads", "stride_token", "stride_head", "stride_x", "stride_residual")
+        scalars = {**dict.fromkeys(names, "i32"), "eps": "fp32"}
+        options = norms.options(width, pdl)
+        for name in ("rms_norm_kernel", "add_rms_norm_kernel"):
+            kernel = getattr(norms, name)
+            yield Variant(f"{name} {short} {width}", kernel, pointers, scalars, options)
+    runtime = _Runtime(pdl)
+    for size, part in ((128, 128), (64, 64), (256, 256), (128, 64)):
+        for neox in (True, False):
+            turn = rotary.Rotary(RotaryQuery(size, part, dtype, neox), runtime)
+            pointers = {"positions": "i64", "q": short, "k": short, "cos_sin": "fp32"}
+            scalars = dict.fromkeys(("q_token", "q_head", "k_token", "k_head"), "i32")
+            options = {**turn.options, "Q_HEADS": 32, "K_HEADS": 8, "NEOX": neox, "HEADS": 8}
+            label = f"rotary {short} {part} of {size} {'halves' if neox else 'pairs'}"
+            yield Variant(label, rotary.rotary_kernel, pointers, scalars, options)
+    for kind in (activations.SiluAndMul, activations.GeluAndMul, activations.GeluTanhAndMul):
+        options = {**kind(ActivationQuery(14336, dtype), runtime).options, "WIDTH": 14336}
+        pointers = {"x": short, "out": short}
+        kernel = activations.gated_kernel
+        yield Variant(f"{kind.kind} {short}", kernel, pointers, {"stride": "i32"}, options)
+
+
+def _linear(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+    pointers = dict.fromkeys(("x", "w", "bias", "y"), short)
+    scalars = dict.fromkeys(("K", "stride_w", "stride_x", "stride_y", "rows"), "i32")
+    for width, out in LINEAR:
+        query = LinearQuery(width, out, dtype)
+        label = f"{short} {out}x{width}"
+        options = {**linear.row_options(query), "PDL": pdl}
+        yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
+        if dtype != "float32":
+            options = {**linear.rows_options(query), "PDL": pdl}
+            yield Variant(f"rows {label}", linear_kernels.rows_kernel, pointers, scalars, options)
+
+
+class _Info:
+    def __init__(self, pdl: bool) -> None:
+        self.features = frozenset({"pdl"} if pdl else ())
+
+
+class _Runtime:
+    """As much of a runtime as the makers of launch options look at."""
+
+    def __init__(self, pdl: bool) -> None:
+        self.info = _Info(pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    registers: int
+    spills: int  # bytes stored
+    shared: int  # bytes
+
+
+def compile_variant(variant: Variant, arch: str) -> Resources:
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, name in enumerate(variant.kernel.arg_names):
+        if name in variant.pointers:
+            signature[name] = f"*{variant.pointers[name]}"
+        elif name in variant.scalars:
+            signature[name] = variant.scalars[name]
+        else:
+            signature[name] = "constexpr"
+            constants[name] = variant.options[name]
+            continue
+        if signature[name] != "fp32":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(variant.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    names = ("num_warps", "num_stages", "launch_pdl")
+    options = {name: variant.options[name] for name in names if name in variant.options}
+    made = triton.compile(source, target=target, options=options)
+    registers, spills = _assembled(made.asm["ptx"])
+    return Resources(registers, spills, made.metadata.shared)
+
+
+def _assembled(ptx: str) -> tuple[int, int]:
+    """Registers a thread, and bytes spilled, as NVIDIA's assembler reports them."""
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = folder / ("ptxas-blackwell" if target[1].startswith("sm_1") else "ptxas")
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "kernel.ptx")
+        source.write_text(ptx)
+        command = [str(assembler), "-v", f"-arch={target[1]}", str(source), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores", said)
+    return int(registers[1]) if registers else 0, int(spills[1]) if spills else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--arch", default="sm_90", choices=sorted(SHARED))
+    parser.add_argument("--most-spills", type=int, default=64, help="bytes a variant may spill")
+    parser.add_argument("--only", default="", help="variants whose name holds this text")
+    asked = parser.parse_args()
+    bad = count = 0
+    for variant in variants(pdl=int(asked.arch.removeprefix("sm_")) >= 90):
+        if asked.only not in variant.name:
+            continue
+        count += 1
+        try:
+            used = compile_variant(variant, asked.arch)
+        except Exception as error:  # one that does not compile is a finding, and so are the others
+            bad += 1
+            print(f"{variant.name:50} FAILED: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            continue
+        over = used.spills > asked.most_spills or used.shared > SHARED[asked.arch]
+        bad += over
+        text = f"{used.registers:4} registers {used.spills:5} spilled {used.shared:7} shared"
+        print(f"{variant.name:50} {text}{'  <- too much' if over else ''}", flush=True)
+    print(f"{asked.arch}: {count} variants, {bad} beyond the bounds")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
