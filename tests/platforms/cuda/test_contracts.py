@@ -1,0 +1,131 @@
+"""Every op of the CUDA platform against the reference, on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from headrace.platforms.ops import CONTRACTS
+from headrace.platforms.queries import SampleQuery
+from headrace.platforms.reference import cases
+from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
+from headrace.platforms.reference.compare import compare
+from tests.platforms.triton import queries
+
+pytestmark = pytest.mark.device
+
+ALL = [
+    named
+    for dtype in ("float32", "bfloat16", "float16")
+    for group in (queries.rows, queries.wide_rows, queries.attentions, queries.wide_attentions)
+    for named in group(dtype)
+]
+
+
+@pytest.mark.parametrize(("op", "query"), ALL, ids=lambda value: str(value)[:90])
+def test_contract(make, runtime, op, query):
+    ours, reference = make(op, "triton", query), make(op, "reference", query)
+    result = compare(CONTRACTS[op], query, ours, reference, runtime.device)
+    assert result.within, result
+
+
+@pytest.mark.parametrize("vocab", [1000, 32000, 151_936])
+def test_sample(make, runtime, vocab):
+    query = SampleQuery(vocab, 8)
+    contract = CONTRACTS["sample"]
+    names = [row for row in ("triton", "reference") if _has(make, "sample", row, query)]
+    for name in names:
+        ours, reference = make("sample", name, query), make("sample", "reference", query)
+        result = compare(contract, query, ours, reference, runtime.device)
+        assert result.within, (name, result)
+
+
+def _has(make, op, name, query) -> bool:
+    try:
+        make(op, name, query)
+    except StopIteration:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_and_many(make, runtime, dtype):
+    """Contexts of thousands of tokens, a batch of 64, prompts of several tiles: what the cases are too small for."""
+    _, query = queries.attention(32, 8, 128, dtype)
+    requests = Requests(
+        tuple((n, 1) for n in range(900, 5000, 130)) + ((3000, 700), (1025, 1025), (4096, 3))
+    )
+    draw = cases._Draw(runtime.device, 3)
+    results = []
+    for name in ("triton", "reference"):
+        op = make("paged_attention", name, query)
+        draw = cases._Draw(runtime.device, 3)
+        results.append(cases.run_attention(op, draw, requests, 32)[0])
+    relative, absolute = CONTRACTS["paged_attention"].tolerance[dtype]
+    torch.testing.assert_close(*results, rtol=relative, atol=absolute)
+
+
+def test_split_or_not_is_the_same(make, runtime):
+    _, query = queries.attention(32, 8, 128, "float32")
+    requests = Requests(((5000, 1), (200, 1), (1, 1)))
+    table = scattered_blocks(requests, 32, 0)
+    op = make("paged_attention", "triton", query)
+    caches = make_caches(op, 32, 1 + int(table.max()), runtime.device)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, device=cache.device))
+    q = torch.randn(3, 32, 128, device=runtime.device)
+    plan = op.plan(make_batch(requests, table, 32, runtime.device), 0)
+    assert plan.splits > 1
+    split = op.attend(q, *caches, plan)
+    whole = op.attend(q, *caches, dataclasses.replace(plan, splits=1))
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_graph_replays_follow_the_buffers(make, runtime):
+    """A captured decode over static tables and lengths, replayed for other sequences than it was captured with."""
+    from headrace.platforms.batch import HostArgs
+    from headrace.platforms.graph import GraphKey
+
+    _, query = queries.attention(8, 2, 64, "bfloat16")
+    op = make("paged_attention", "triton", query)
+    first, then = Requests(((40, 1), (70, 1))), Requests(((300, 1), (9, 1)))
+    tables = {r: scattered_blocks(r, 16, 5) for r in (first, then)}
+    width = max(table.shape[1] for table in tables.values())
+    caches = make_caches(op, 16, 64, runtime.device)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, device=cache.device))
+    q, k, v = (torch.randn(2, h, 64, device=runtime.device).bfloat16() for h in (8, 2, 2))
+
+    def batch(requests: Requests):
+        made = make_batch(requests, tables[requests], 16, runtime.device)
+        wide = torch.zeros(2, width, dtype=torch.int32, device=runtime.device)
+        wide[:, : tables[requests].shape[1]] = made.block_tables[0]
+        made.block_tables = [wide]
+        return made
+
+    static, out = batch(first), torch.zeros(2, 8, 64, device=runtime.device).bfloat16()
+
+    def body() -> None:
+        plan = op.plan(static, 0)
+        op.write(k, v, *caches, plan)
+        op.attend(q, *caches, plan, out=out)
+
+    with runtime.use_stream(runtime.stream()):
+        body()
+        backend = runtime.graphs()
+        with backend.session():
+            host = HostArgs(static.seq_lens_host, static.query_start_loc_host)
+            graph = backend.capture(GraphKey("decode", 2, 2), body, host)
+        other = batch(then)
+        static.seq_lens.copy_(other.seq_lens)
+        static.block_tables[0].copy_(other.block_tables[0])
+        static.slot_mappings[0].copy_(other.slot_mappings[0])
+        graph.replay(host)
+        replayed = out.clone()
+        plan = op.plan(other, 0)
+        want = op.attend(q, *caches, plan)
+    runtime.synchronize()
+    torch.testing.assert_close(replayed, want)
+    graph.release()

@@ -1,0 +1,75 @@
+"""The whole engine on the device: tiny random models give what transformers gives, with and without graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.platforms.cuda.platform import CudaPlatform
+from headrace.platforms.graph import GraphSupport
+from tests.engine.driver import LocalEngine, config_for, greedy
+
+pytestmark = pytest.mark.device
+
+FAMILIES = ("llama", "llama-8-heads", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+
+
+class CudaEngine(LocalEngine):
+    def __init__(self, model: Path | str, **settings: Any) -> None:
+        from headrace.engine.weights.sources import read_spec, resolve_model
+        from headrace.engine.workers.start import make_executor
+
+        self.config = config_for(model, threads=0, **settings)
+        files = resolve_model(self.config.model)
+        self.spec = read_spec(files)
+        self.executor = make_executor(self.config, files, self.spec, CudaPlatform.probe()[0])
+        self.phases = []
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def truth(request, tmp_path_factory):
+    reason = CudaPlatform.plausible()
+    if reason:
+        pytest.skip(reason)
+    pytest.importorskip("transformers")
+    from tests.engine import test_equality_tiny as equality
+    from tests.engine.tiny_models import make_tiny, prompt
+
+    torch.set_num_threads(4)
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_tiny(request.param, folder).truth
+    prompts = [prompt(length) for length in (1, 3, 15, 17, 33, 64, 89, 144)]
+    penalties = [equality.PENALTY if i % 2 else 1.0 for i in range(len(prompts))]
+    pairs = zip(prompts, penalties, strict=True)
+    answers = [equality.generate(model, own, penalty) for own, penalty in pairs]
+    params = [greedy(equality.NEW_TOKENS, repetition_penalty=p) for p in penalties]
+    return equality.Truth(folder, model, prompts, answers, params)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(("chunk", "overlap"), [(16, True), (512, True), (512, False)])
+def test_greedy_tokens(truth, monkeypatch, graphs, chunk, overlap):
+    from headrace.platforms.triton.attention import TritonAttention
+
+    if not graphs:
+        monkeypatch.setattr(TritonAttention, "graph", GraphSupport.NEVER)
+    with CudaEngine(truth.folder, max_num_batched_tokens=chunk, overlap=overlap) as engine:
+        truth.check(engine.run(truth.prompts, truth.params))
+        truth.check(engine.run(truth.prompts, truth.params))
+
+
+def test_a_worker_process(truth):
+    with CudaEngine(truth.folder, worker="process") as engine:
+        truth.check(engine.run(truth.prompts, truth.params))
+
+
+def test_every_op_is_served_by_the_kernels(truth):
+    with CudaEngine(truth.folder, dtype="bfloat16") as engine:
+        chosen = {row["op"]: row["chosen"] for row in engine.info.selection}
+        for op in ("paged_attention", "rms_norm", "fused_add_rms_norm", "rotary_embedding"):
+            assert chosen[op] == "triton"
+        answers = engine.run(truth.prompts, greedy(8))
+        assert all(len(answer.tokens) == 8 and not answer.error for answer in answers)

@@ -1,0 +1,51 @@
+"""Run one group of the kernels' queries in Triton's interpreter; a line for each that is wrong, exit code 1.
+
+    TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention DTYPE
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import torch
+
+from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.ops import CONTRACTS
+from headrace.platforms.reference.compare import compare
+from headrace.platforms.registry import Registry, always
+from headrace.platforms.triton.rows import implementations
+from tests.platforms.triton import queries
+
+
+def main(group: str, dtype: str) -> int:
+    torch.set_num_threads(1)
+    platform = CpuPlatform()
+    runtime = platform.open(platform.probe()[0])
+    # one unit: few programs are enough to fill it, so sequences are not split; many: they are
+    wrong = 0
+    asked = {"rows": queries.rows, "attention": queries.attentions}[group](dtype)
+    for units in (1, 64) if group == "attention" else (1,):
+        runtime.info = dataclasses.replace(runtime.info, units=units)
+        registry = Registry.with_reference(implementations("test", lambda check, device: check))
+        for op, query in asked:
+            ours, reference = (
+                _make(registry, op, name, query, runtime) for name in ("triton", "reference")
+            )
+            result = compare(CONTRACTS[op], query, ours, reference, runtime.device)
+            if not result.within:
+                wrong += 1
+                print(f"{op} {query} on {units} units: {result}")
+    return 1 if wrong else 0
+
+
+def _make(registry: Registry, op: str, name: str, query: object, runtime: object) -> object:
+    row = next(row for row in registry.candidates(op) if row.name == name)
+    assert name == "reference" or row.supports is not always
+    target = row.load()
+    made = CONTRACTS[op].kind == "class" or row.per_query
+    return target(query, runtime) if made else target
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

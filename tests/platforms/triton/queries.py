@@ -1,0 +1,69 @@
+"""The queries that Triton's kernels are held to the reference on: sizes that are no power of two among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    LinearQuery,
+    NormQuery,
+    RotaryQuery,
+)
+
+Named = tuple[str, Any]  # op, query
+
+
+def attention(heads: int, kv_heads: int, size: int, dtype: str, **options: Any) -> Named:
+    wide, kv = options.pop("v_head_dim", size), options.pop("kv_dtype", dtype)
+    query = AttentionQuery(heads, kv_heads, size, wide, dtype, kv, size**-0.5, **options)
+    return "paged_attention", query
+
+
+def rows(dtype: str) -> list[Named]:
+    """Everything but attention: small, as the interpreter takes its time."""
+    gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+    return [
+        ("rms_norm", NormQuery(96, dtype)),
+        ("fused_add_rms_norm", NormQuery(96, dtype)),
+        ("rotary_embedding", RotaryQuery(32, 32, dtype)),
+        ("rotary_embedding", RotaryQuery(48, 24, dtype, is_neox=False)),
+        *((op, ActivationQuery(96, dtype)) for op in gated),
+        ("linear", LinearQuery(96, 80, dtype, bias=True)),
+        ("linear", LinearQuery(512, 70, dtype, out_dtype="float32")),
+    ]
+
+
+def wide_rows(dtype: str) -> list[Named]:
+    """Real sizes, for a device."""
+    return [
+        ("rms_norm", NormQuery(8192, dtype)),
+        ("fused_add_rms_norm", NormQuery(4096, dtype)),
+        ("rotary_embedding", RotaryQuery(128, 128, dtype)),
+        ("silu_and_mul", ActivationQuery(14336, dtype)),
+        ("linear", LinearQuery(4096, 6144, dtype)),
+        ("linear", LinearQuery(14336, 4096, dtype, bias=True)),
+        ("linear", LinearQuery(576, 49152, dtype, out_dtype="float32")),
+    ]
+
+
+def attentions(dtype: str) -> list[Named]:
+    return [
+        attention(6, 2, 32, dtype),
+        attention(8, 2, 48, dtype, window=20, softcap=5.0),
+        attention(5, 1, 32, dtype, sinks=True, v_head_dim=16),
+        attention(4, 4, 32, dtype, sinks=True, window=7),
+    ]
+
+
+def wide_attentions(dtype: str) -> list[Named]:
+    return [
+        attention(32, 8, 128, dtype),
+        attention(32, 8, 64, dtype, window=33),
+        attention(32, 32, 80, dtype),
+        attention(4, 1, 256, dtype, window=100),
+        attention(8, 4, 256, dtype, softcap=50.0),
+        attention(64, 8, 64, dtype, window=128, sinks=True),
+        attention(16, 1, 128, dtype),
+    ]
