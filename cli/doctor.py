@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.engine.config import env
+from headrace.engine.config.settings import EngineConfig
 from headrace.engine.config.sizes import format_bytes
 from headrace.engine.weights.demo import DEMO_NAME, demo_file
 from headrace.engine.weights.source import ModelError
@@ -38,12 +39,12 @@ def run(as_json: bool) -> None:
 
 def examine() -> dict[str, Any]:
     """Everything doctor says, as plain data."""
-    packages = list(_packages())
+    packages, platforms = list(_packages()), find_all()
     return {
         "headrace": metadata.version("headrace"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "platforms": [_finding(row) for row in find_all()],
+        "platforms": [_finding(row) for row in platforms],
         "memory": _memory(),
         "packages": packages,
         "cache": {"folder": str(env.cache_dir()), "demo": _demo_is_here()},
@@ -52,7 +53,7 @@ def examine() -> dict[str, Any]:
             for variable in env.VARIABLES
             if env.read(variable) != variable.default
         },
-        "advice": list(_advice(packages)),
+        "advice": [*_advice(packages), *_problems(platforms)],
     }
 
 
@@ -115,6 +116,14 @@ def _advice(packages: Iterable[dict[str, Any]]) -> Iterable[str]:
             yield f"{', '.join(lacking)} not installed (optional): pip install 'headrace[{extra}]'"
     if not _demo_is_here():
         yield f"the demo model is not here yet: headrace serve {DEMO_NAME} downloads it once"
+
+
+def _problems(platforms: Iterable[Finding]) -> Iterable[str]:
+    """What each device's platform says of a start with nothing but defaults."""
+    for row in platforms:
+        for device in row.devices if row.platform else ():
+            for problem in row.platform.check(EngineConfig(), device):
+                yield f"{device.spec}: {problem.text}"
 
 
 def _demo_is_here() -> bool:

@@ -16,6 +16,12 @@ from headrace.platforms.registry import Implementation
 GIB = 1 << 30
 KV_CAP = 4 * GIB  # a CPU rarely serves so many tokens at once that more would help
 
+NOT_BUILT = (
+    "the native kernels were not built: models run on PyTorch's operators, several times slower, and quantized ones "
+    "are dequantized in memory; install a C++ compiler (apt install g++) and run: "
+    "pip install --force-reinstall --no-deps --no-binary headrace headrace"
+)
+
 
 class CpuPlatform(Platform):
     name = "cpu"
@@ -94,6 +100,8 @@ class CpuPlatform(Platform):
                     f"{device.arch} has no bfloat16 instructions; --dtype float32 is faster",
                 )
             )
+        if FEATURE not in device.features:
+            problems.append(Problem("warning", NOT_BUILT))
         threads, world = config.device.threads, config.device.tensor_parallel_size
         if threads > device.units:
             problems.append(
