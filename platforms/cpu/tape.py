@@ -82,6 +82,7 @@ class TapeGraphs(GraphBackend):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._arena = Arena()
+        self._told: set[str] = set()
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,11 +93,9 @@ class TapeGraphs(GraphBackend):
             with self._recording(tape), _OnlyViews():
                 body()
         except NotCapturable as reason:
-            log.warning(
-                "steps of %d requests are not captured: %s is not a native kernel",
-                key.num_reqs,
-                reason,
-            )
+            if str(reason) not in self._told:  # once, not for every number of requests
+                self._told.add(str(reason))
+                log.warning("steps are not captured: %s is not a native kernel", reason)
             return EagerGraphs().capture(key, body, host)
         return TapeGraph(tape)
 

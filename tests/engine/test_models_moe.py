@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -70,6 +71,19 @@ def same_logits(tiny: Tiny, source: WeightSource) -> None:
     engine = Engine(load_model(source, ops=make_ops("cpu")))
     got = engine.run(engine.sequence(), tokens, chunk=16)
     torch.testing.assert_close(got, tiny.logits(tokens), **CLOSE)
+
+
+@pytest.mark.parametrize("platform", ["reference", "cpu"])
+def test_bfloat16_is_no_further_off_than_transformers(tiny: Tiny, platform: str) -> None:
+    """Rounding may send a token to another expert, so the measure is transformers' own bfloat16, on average."""
+    tokens = prompt(64)
+    want = tiny.logits(tokens).log_softmax(-1)
+    rounded = copy.deepcopy(tiny.truth).bfloat16()
+    with torch.inference_mode():
+        theirs = rounded(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    engine = Engine(load_model(tiny.source, dtype=torch.bfloat16, ops=make_ops(platform)))
+    got = engine.run(engine.sequence(), tokens).log_softmax(-1)
+    assert (got - want).abs().mean() < 1.2 * (theirs - want).abs().mean()
 
 
 def test_fused_safetensors(tiny: Tiny, tmp_path: Path) -> None:
