@@ -50,15 +50,19 @@ class Pool {
   }
   ~Pool() {
     stop_.store(true);
+    set_active(threads());
     wake_.fetch_add(1);
     wake_.notify_all();
     for (auto& t : workers_) t.join();
   }
   int threads() const { return int(workers_.size()) + 1; }
-  void set_active(int n) { active_.store(n, std::memory_order_relaxed); }
+  void set_active(int n) {
+    active_.store(n, std::memory_order_seq_cst);
+    active_.notify_all();
+  }
 
-  // Runs the steps in order; returns when all are done. Callers take turns (weights are packed by several threads). `times`, when given, receives the
-  // nanoseconds of each step (the steps then run one by one).
+  // Runs the steps in order; returns when all are done. Callers take turns (weights are packed by several threads).
+  // `times`, when given, receives the nanoseconds of each step (the steps then run one by one).
   void run(const Step* steps, int n, int64_t* times = nullptr) {
     const std::lock_guard<std::mutex> turn(turn_);
     if (times) {
@@ -69,10 +73,29 @@ class Pool {
       }
       return;
     }
+    const bool watched = n >= kLong && threads() > 1;
+    waited_ = 0;
     go(steps, n);
+    if (watched) adapt();
   }
 
  private:
+  // Another program on one of our cores makes the system put a thread aside in the middle of a chunk, and the others
+  // wait for it. When that happens in many of the last long runs, one thread fewer is faster; now and then all are tried.
+  void adapt() {
+    if (resting_ > 0) {
+      if (--resting_ == 0) set_active(threads()), recent_ = runs_ = 0;
+      return;
+    }
+    recent_ += waited_ > kWaitNs;
+    if (++runs_ < kWindow) return;
+    if (recent_ * 3 > kWindow) {
+      set_active(threads() - 1);
+      resting_ = kRest;
+    }
+    recent_ = runs_ = 0;
+  }
+
   // ticket: step number (32 bits) | chunks of that step (16) | next chunk (16)
   static uint64_t make(uint32_t seq, int chunks) { return uint64_t(seq) << 32 | uint64_t(chunks) << 16; }
 
@@ -96,8 +119,11 @@ class Pool {
       } else if (++spins < kSpins) {
         cpu_pause();
       } else {  // somebody holds a chunk and does not run: give the core away
-        uint32_t seen = finished_.load(std::memory_order_acquire);
-        if (seen != last && !has_work()) std::this_thread::yield();
+        if (finished_.load(std::memory_order_acquire) != last && !has_work()) {
+          const auto from = std::chrono::steady_clock::now();
+          std::this_thread::yield();
+          waited_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - from).count();
+        }
         spins = kSpins / 2;
       }
     }
@@ -134,8 +160,13 @@ class Pool {
   void work(int index) {
     int spins = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
-      uint32_t seen = wake_.load(std::memory_order_seq_cst);
-      if (index < active_.load(std::memory_order_relaxed) && claim(scratch_[index])) {
+      const int active = active_.load(std::memory_order_seq_cst);
+      if (index >= active) {
+        active_.wait(active);
+        continue;
+      }
+      const uint32_t seen = wake_.load(std::memory_order_seq_cst);
+      if (claim(scratch_[index])) {
         spins = 0;
         continue;
       }
@@ -144,13 +175,17 @@ class Pool {
         continue;
       }
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
-      if (!has_work() || index >= active_.load(std::memory_order_relaxed)) wake_.wait(seen);
+      if (!has_work()) wake_.wait(seen);
       sleepers_.fetch_sub(1, std::memory_order_seq_cst);
       spins = 0;
     }
   }
 
-  static constexpr int kSpins = 4000;  // about 50 us
+  static constexpr int kSpins = 1000;         // tens of microseconds, by the length of the CPU's pause
+  static constexpr int kLong = 32;            // steps of a run that is worth watching
+  static constexpr int kWindow = 32;          // runs looked at together
+  static constexpr int kRest = 256;           // runs with one thread fewer before all are tried again
+  static constexpr int64_t kWaitNs = 300000;  // waiting in one run that counts as held up
 
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int> done_{0};
@@ -160,6 +195,8 @@ class Pool {
   std::atomic<int> active_{1 << 30};
   std::atomic<bool> stop_{false};
   std::mutex turn_;
+  int64_t waited_ = 0;  // nanoseconds of the current run that the caller gave its core away
+  int recent_ = 0, runs_ = 0, resting_ = 0;
   const Step* steps_ = nullptr;
   int count_ = 0;
   uint32_t base_ = 0, seq_ = 0;
