@@ -131,14 +131,16 @@ class BatchBuilder:
         rows = self._rows
         chosen = plan.rows[index].astype(np.int64)
         position = plan.num_computed[index].astype(np.int64) + plan.num_new[index]
+        temperature = rows.temperature[chosen]
+        draws = uniform(rows.seed[chosen], position) if temperature.any() else temperature
         return [
             starts[index + 1] - 1,
             chosen * rows.width + position,
-            rows.temperature[chosen],
+            temperature,
             rows.top_k[chosen],
             rows.top_p[chosen],
             rows.min_p[chosen],
-            uniform(rows.seed[chosen], position),
+            draws,
         ]
 
     def _tables(

@@ -85,7 +85,7 @@ def test_uniform_is_uniform_over_positions_and_over_seeds() -> None:
     ramp, fixed = np.arange(count), np.full(count, 7)
     for draws in (uniform(fixed, ramp), uniform(ramp, fixed), uniform(ramp, ramp)):
         assert draws.dtype == np.float32
-        assert 0 <= draws.min() and draws.max() < 1
+        assert draws.min() >= 0 and draws.max() < 1
         share = np.histogram(draws, 20, (0, 1))[0] / count
         assert np.abs(share - 0.05).max() < 0.01
 

@@ -1,4 +1,4 @@
-"""Several CPU processes give the tokens of one: shared-out heads, replicated ones, a vocabulary that does not divide."""
+"""Several CPU processes give the tokens of one: shared and replicated heads, a vocabulary that does not divide."""
 
 from __future__ import annotations
 
