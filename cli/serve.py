@@ -7,9 +7,11 @@ tokenizer while the engine loads.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from headrace.cli.errors import RUNTIME, CliError
 from headrace.cli.prepare import Plan, configure, decide, prepare
@@ -25,6 +27,7 @@ QUIET = ("warning", "error")  # log levels without a panel
 
 def run(model: str, given: Sequence[Given], config_file: str) -> None:
     """Serve until a signal. Raises CliError before that when the server cannot start."""
+    signal.signal(signal.SIGTERM, _end)
     config = configure(model, given, config_file)
     _set_up_logging(config)
     sock = _bind(config)
@@ -41,6 +44,11 @@ def run(model: str, given: Sequence[Given], config_file: str) -> None:
         close(sock, config.server)
     if code:
         raise SystemExit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """SIGTERM before the server has its own handler: an orderly end, too, so that nothing is left behind."""
+    raise SystemExit(0)
 
 
 def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess, settled: float) -> int:
