@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.kv_layout import KVGroup, KVPlan, KVSpec
 
 KV_TAG = "kv"
+
+Reserve = Callable[[int, str], torch.Tensor]  # DeviceAllocator.reserve
 
 _LOGICAL = ("P", "K", "H", "S", "D")
 _DTYPES = {
@@ -33,7 +34,7 @@ def kv_torch_dtype(name: str) -> torch.dtype:
 
 
 def allocate_caches(
-    plan: KVPlan, specs: Sequence[KVSpec], allocator: DeviceAllocator
+    plan: KVPlan, specs: Sequence[KVSpec], reserve: Reserve
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """K and V of each layer as logical views [P, Hkv, S, D]; strides say the plan's layout.
 
@@ -44,31 +45,31 @@ def allocate_caches(
     if missing:
         raise ValueError(f"the KV plan has no group for layers {missing}")
     return [
-        _layer_cache(plan, groups[layer].num_blocks, spec, allocator)
+        _layer_cache(plan, groups[layer].num_blocks, spec, reserve)
         for layer, spec in enumerate(specs)
     ]
 
 
 def _layer_cache(
-    plan: KVPlan, blocks: int, spec: KVSpec, allocator: DeviceAllocator
+    plan: KVPlan, blocks: int, spec: KVSpec, reserve: Reserve
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = kv_torch_dtype(spec.dtype)
     if spec.head_dim == spec.v_head_dim:
         sizes = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": spec.head_dim}
-        both = _view(allocator, plan.layout, sizes, dtype)  # [P, 2, H, S, D]
+        both = _view(reserve, plan.layout, sizes, dtype)  # [P, 2, H, S, D]
         return both[:, 0], both[:, 1]
     # Keys and values of unlike width cannot share one array: the same order of axes, without K.
     layout = tuple(axis for axis in plan.layout if axis != "K")
     sizes = {"P": blocks, "H": spec.kv_heads, "S": plan.block_size}
-    key = _view(allocator, layout, {**sizes, "D": spec.head_dim}, dtype)
-    value = _view(allocator, layout, {**sizes, "D": spec.v_head_dim}, dtype)
+    key = _view(reserve, layout, {**sizes, "D": spec.head_dim}, dtype)
+    value = _view(reserve, layout, {**sizes, "D": spec.v_head_dim}, dtype)
     return key, value
 
 
 def _view(
-    allocator: DeviceAllocator, layout: Sequence[str], sizes: dict[str, int], dtype: torch.dtype
+    reserve: Reserve, layout: Sequence[str], sizes: dict[str, int], dtype: torch.dtype
 ) -> torch.Tensor:
     shape = [sizes[axis] for axis in layout]
-    memory = allocator.reserve(math.prod(shape) * dtype.itemsize, KV_TAG)
+    memory = reserve(math.prod(shape) * dtype.itemsize, KV_TAG)
     stored = memory.view(dtype).view(shape)
     return stored.permute([layout.index(axis) for axis in _LOGICAL if axis in sizes])

@@ -14,7 +14,7 @@ from headrace.engine.core.step import NewRow, StepPlan, StepResult
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import BatchBuilder, StaticInputs, StepInputs
 from headrace.engine.runner.graphs import DecodeGraphs, bucket_sizes
-from headrace.engine.runner.kv import allocate_caches
+from headrace.engine.runner.kv import Reserve, allocate_caches
 from headrace.engine.runner.memory import estimate_activations
 from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import (
@@ -25,7 +25,6 @@ from headrace.engine.runner.sampler import (
     score,
 )
 from headrace.engine.runner.staging import Transfers
-from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime, Event
 from headrace.platforms.kv_layout import KVPlan
@@ -111,10 +110,12 @@ class Runner:
         self._builder: BatchBuilder | None = None
         self._graphs: DecodeGraphs | None = None
 
-    def init_kv(self, plan: KVPlan, allocator: DeviceAllocator | None = None) -> None:
+    def init_kv(self, plan: KVPlan, reserve: Reserve | None = None) -> None:
         """Allocate the caches (from the device's allocator unless told otherwise); block tables are reset."""
         self.close()
-        caches = allocate_caches(plan, self.model.kv_specs, allocator or self.runtime.allocator())
+        caches = allocate_caches(
+            plan, self.model.kv_specs, reserve or self.runtime.allocator().reserve
+        )
         for key, value in caches:
             # The dummy block is read by padding rows and behind freed blocks of a window, where a weight of zero
             # must meet a number: zero times NaN would spread.
@@ -233,7 +234,11 @@ class Runner:
                 self._collectives.world,
                 SLICE_ELEMENTS,
             )
-        self.init_kv(plan, _Scratch(runtime.device))
+
+        def reserve(nbytes: int, tag: str) -> torch.Tensor:  # gone when the real caches are bound
+            return torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device)
+
+        self.init_kv(plan, reserve)
         runtime.synchronize()
         runtime.reset_peak_memory()
         base = runtime.peak_memory()
@@ -292,19 +297,3 @@ class Runner:
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
-
-
-class _Scratch(DeviceAllocator):
-    """Ordinary memory for the small caches of a measurement, gone when the real ones are bound."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def free(self, tag: str) -> None:
-        return None
-
-    def stats(self) -> dict[str, int]:
-        return {}

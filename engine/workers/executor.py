@@ -107,7 +107,7 @@ class _LinkedExecutor:
         return self._selector.fileno()  # epoll's or kqueue's own
 
     def call(self, method: str, *args: Any) -> Any:
-        """A utility of worker.Worker: selection, memory, reset, profile. CallFailed when it cannot be done."""
+        """A utility of worker.Worker: selection, reset, profile. CallFailed when it cannot be done."""
         answer = self._call_all(method, *args)[0]
         if self._results:  # they came meanwhile: whoever waits on fileno must hear of them
             os.write(self._wake_write, b"\0")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from headrace.engine.config.settings import CacheSettings
 from headrace.engine.core.executor import WorkerInfo
 from headrace.engine.core.step import StepPlan
 from headrace.engine.kv_cache.plan import make_kv_plan
@@ -33,12 +34,9 @@ if TYPE_CHECKING:
 # (phase, done, total, text)
 Report = Callable[[str, float, float, str], None]
 
-# Tokens a step when neither the user nor the platform says.
-DEFAULT_STEP_TOKENS = 2048
-
 
 PHASES = ("open", "load", "measure", "init_kv", "warm_up")
-UTILITIES = ("selection", "reset", "memory", "profile")
+UTILITIES = ("selection", "reset", "profile")
 
 
 class Worker:
@@ -108,8 +106,7 @@ class Worker:
         self._report("measure", 0, 0, "memory of the largest step")
         formats = [list(impl.kv_formats(impl.query)) for impl in self._model.attention_impls]
         specs = self._model.kv_specs
-        config = setup.config
-        few = msgspec.structs.replace(config.cache, num_blocks=2)
+        few = CacheSettings(num_blocks=2)
         activation = self._runner.measure(make_kv_plan(specs, formats, 0, few, 1, 1))
         info = WorkerInfo(
             device=self._device.spec,
@@ -149,11 +146,6 @@ class Worker:
     def reset(self) -> None:
         """Forget every request."""
         self._runner.reset()
-
-    def memory(self) -> dict[str, int]:
-        """Bytes reserved for each tag, and what the device has left."""
-        now = self._runtime.memory()
-        return {**self._runtime.allocator().stats(), "free": now.free, "total": now.total}
 
     def profile(self, action: str, path: str = "") -> str:
         """ "start", then "stop": writes a trace that trace viewers open to `path` and returns the costliest ops."""
@@ -202,6 +194,6 @@ def limits_of(setup: Setup) -> RunnerLimits:
     scheduler = setup.config.scheduler
     return RunnerLimits(
         scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens or max(DEFAULT_STEP_TOKENS, scheduler.max_num_seqs),
+        scheduler.max_num_batched_tokens,
         setup.config.model.max_model_len or setup.spec.max_position,
     )

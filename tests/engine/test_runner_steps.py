@@ -339,7 +339,7 @@ def test_caches_follow_the_layout(layout: Any) -> None:
     specs = [KVSpec(2, 4, 4, "bfloat16"), KVSpec(2, 4, 6, "bfloat16")]
     plan = KVPlan(layout, 8, "bfloat16", (KVGroup(0, (0, 1), 0, 5),))
     allocator = CpuRuntime(CpuPlatform.probe()[0]).allocator()
-    caches = allocate_caches(plan, specs, allocator)
+    caches = allocate_caches(plan, specs, allocator.reserve)
     for spec, (key, value) in zip(specs, caches, strict=True):
         assert key.shape == (5, 2, 8, spec.head_dim) and value.shape == (5, 2, 8, spec.v_head_dim)
         order = [axis for axis in layout if axis != "K"]
@@ -359,4 +359,4 @@ def test_a_plan_without_a_layer_is_refused() -> None:
     plan = KVPlan(CANONICAL, 8, "float32", (KVGroup(0, (0,), 0, 2),))
     allocator = CpuRuntime(CpuPlatform.probe()[0]).allocator()
     with pytest.raises(ValueError, match=r"no group for layers \[1\]"):
-        allocate_caches(plan, [KVSpec(1, 4, 4, "float32")] * 2, allocator)
+        allocate_caches(plan, [KVSpec(1, 4, 4, "float32")] * 2, allocator.reserve)
