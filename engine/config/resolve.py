@@ -18,6 +18,8 @@ from headrace.engine.config.settings import EngineConfig, Provenance
 from headrace.engine.config.yaml_file import read_yaml
 from headrace.platforms.platform import Default
 
+PLATFORM = "platform "  # what the `source` of a platform's proposals begins with
+
 _BY_PATH = {flag.path: flag for flag in FLAGS}
 
 
@@ -47,8 +49,8 @@ def merge_defaults(
 ) -> EngineConfig:
     """Take a platform's (or model's) proposals, by settings path, where nobody set the value.
 
-    `source` is written to the provenance, e.g. "platform cpu". A proposal for a setting that does not exist, or of
-    the wrong type, is the proposer's mistake and raises ConfigError.
+    `source` is written to the provenance: PLATFORM and a name, or what else knows it. A proposal for a setting that
+    does not exist, or of the wrong type, is the proposer's mistake and raises ConfigError.
     """
     taken = {row.path for row in config.provenance}
     fresh = []
@@ -68,6 +70,12 @@ def get(config: EngineConfig, path: str) -> Any:
 def source_of(config: EngineConfig, path: str) -> Provenance | None:
     """Who set a value; None for a built-in default."""
     return next((row for row in reversed(config.provenance) if row.path == path), None)
+
+
+def proposed(config: EngineConfig, path: str) -> bool:
+    """Whether a value is a platform's proposal, which may give way where a user's wish may not."""
+    row = source_of(config, path)
+    return row is not None and row.source.startswith(PLATFORM)
 
 
 def _read(file: str | Path) -> list[Given]:

@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import msgspec
 
-from headrace.engine.config.settings import CacheSettings, EngineConfig
+from headrace.engine.config.resolve import proposed
+from headrace.engine.config.settings import EngineConfig
+from headrace.engine.config.sizes import format_bytes
 from headrace.engine.core.boot import Boot
 from headrace.engine.core.executor import Executor, Progress, WorkerFailed, WorkerInfo
 from headrace.engine.ipc.messages import EngineProgress, EngineReady
 from headrace.engine.kv_cache.cache import KVCache
-from headrace.engine.kv_cache.plan import choose_context, make_kv_plan
+from headrace.engine.kv_cache.plan import KVPlanError, choose_context, make_kv_plan
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.scheduler.scheduler import Scheduler
 from headrace.platforms.kv_layout import KVPlan
@@ -89,15 +91,43 @@ def make_executor(boot: Boot, config: EngineConfig, spec: ModelSpec) -> Executor
         raise WorkerFailed(str(error)) from error
 
 
-def kv_budget(settings: CacheSettings, info: WorkerInfo) -> int:
-    """Bytes for the KV cache on each rank.
+def kv_budget(config: EngineConfig, info: WorkerInfo) -> tuple[int, str]:
+    """Bytes for the KV cache on each rank, and a note where they are not what was set.
 
-    memory_utilization is a share of what was free before the workers started, so what they hold counts as used.
+    memory_utilization is a share of what was free before the workers started, so what they hold counts as used. A
+    platform's proposal is cut to that share; a user's wish is met or refused with a KVPlanError.
     """
-    if settings.kv_cache_memory:
-        return settings.kv_cache_memory
-    at_start = info.free_memory + info.weight_bytes + info.activation_bytes
-    return int(info.free_memory - (1.0 - settings.memory_utilization) * at_start)
+    cache, free = config.cache, info.free_memory
+    at_start = free + info.weight_bytes + info.activation_bytes
+    share = int(free - (1.0 - cache.memory_utilization) * at_start)
+    wanted = cache.kv_cache_memory
+    if not wanted:
+        return share, ""
+    if not proposed(config, "cache.kv_cache_memory"):
+        _require_free(wanted, info, "--kv-cache-memory-bytes", share, format_bytes(share))
+        return wanted, ""
+    if wanted <= share:
+        return wanted, ""
+    return share, (
+        f"KV cache cut from {format_bytes(wanted)}: {format_bytes(free)} are free beside the weights, and "
+        f"{cache.memory_utilization:.0%} of the free memory is the limit (--gpu-memory-utilization)"
+    )
+
+
+def _require_free(need: int, info: WorkerInfo, flag: str, fits: int, shown: str) -> None:
+    """KVPlanError when a KV cache of a size that the user chose cannot be had: memory may be overdrawn unnoticed
+    until it is written to."""
+    if need > info.free_memory:
+        way_out = (
+            f"lower it to {shown} or leave it out"
+            if fits > 0
+            else "free memory or take a smaller model"
+        )
+        raise KVPlanError(
+            f"{flag}: a KV cache of {format_bytes(need)} does not fit the {format_bytes(info.free_memory)} that are "
+            f"free on {info.device} beside the weights ({format_bytes(info.weight_bytes)}) and a step "
+            f"({format_bytes(info.activation_bytes)}); {way_out}"
+        )
 
 
 def start(boot: Boot, executor: Executor, spec: ModelSpec, clock: Progress) -> Parts:
@@ -108,7 +138,10 @@ def start(boot: Boot, executor: Executor, spec: ModelSpec, clock: Progress) -> P
     config = with_step_tokens(boot.config)
     info = executor.start(clock)
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
-    budget = kv_budget(cache, info)
+    budget, cut = kv_budget(config, info)
+    block_size = 0
+    if proposed(config, "cache.block_size"):
+        block_size, cache = cache.block_size, msgspec.structs.replace(cache, block_size=0)
     context = choose_context(
         info.kv_specs,
         info.kv_formats,
@@ -117,14 +150,24 @@ def start(boot: Boot, executor: Executor, spec: ModelSpec, clock: Progress) -> P
         config.model.max_model_len,
         spec.max_position,
         step_tokens,
+        proposed_block_size=block_size,
     )
     plan = make_kv_plan(
-        info.kv_specs, info.kv_formats, budget, cache, context.max_model_len, step_tokens
+        info.kv_specs,
+        info.kv_formats,
+        budget,
+        cache,
+        context.max_model_len,
+        step_tokens,
+        proposed_block_size=block_size,
     )
+    if cache.num_blocks:
+        fits = cache.num_blocks * info.free_memory // plan.total_bytes
+        _require_free(plan.total_bytes, info, "--num-gpu-blocks-override", fits, str(fits))
     executor.init_kv(plan, clock)
     kv = KVCache(plan, cache.prefix_caching)
     scheduler = Scheduler(config.scheduler, kv, context.max_model_len, info.vocab)
-    notes = [note for note in (context.note, *plan.reasons) if note]
+    notes = [note for note in (context.note, cut, *plan.reasons) if note]
     ready = _ready(boot, config, info, plan, scheduler.max_model_len)
     return Parts(executor, scheduler, msgspec.structs.replace(ready, notes=notes))
 

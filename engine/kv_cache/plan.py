@@ -71,11 +71,13 @@ def choose_context(
     requested: int,
     model_context: int,
     step_tokens: int,
+    *,
+    proposed_block_size: int = 0,
 ) -> ContextChoice:
     """The longest context that the model and the memory allow, or the requested one if they do.
 
-    `requested` 0 leaves the choice open; `model_context` 0 is unknown. Raises KVPlanError when the request exceeds
-    the model or the memory, or when not even one block fits.
+    `requested` 0 leaves the choice open; `model_context` 0 is unknown; `proposed_block_size` as for make_kv_plan.
+    Raises KVPlanError when the request exceeds the model or the memory, or when not even one block fits.
     """
     if requested and model_context and requested > model_context:
         raise KVPlanError(
@@ -84,7 +86,7 @@ def choose_context(
     if not requested and not model_context:
         raise KVPlanError("the model does not say its context length; give --max-model-len")
     wanted = requested or model_context
-    size = _resolve_format(kv_formats, settings.block_size).block_size
+    size = _resolve_format(kv_formats, settings.block_size, proposed_block_size).block_size
     shapes = _shapes(kv_specs, size)
     fits = _longest(
         wanted, lambda tokens: _fits(tokens, shapes, size, budget_bytes, settings, step_tokens)
@@ -118,18 +120,21 @@ def make_kv_plan(
     settings: CacheSettings,
     max_model_len: int,
     step_tokens: int,
+    *,
+    proposed_block_size: int = 0,
 ) -> KVPlan:
     """Layout and block size that every layer accepts, and pools that together fill `budget_bytes`.
 
     `kv_specs` and `kv_formats` have one entry a layer; `max_model_len` and `step_tokens` are what one request and one
-    step may have. Raises KVPlanError when no format suits all layers or one request of full length does not fit.
+    step may have. `settings.block_size` must be had, `proposed_block_size` is the platform's default: taken unless a
+    layer cannot. Raises KVPlanError when no format suits all layers or one request of full length does not fit.
     """
     if not kv_specs:
         raise KVPlanError("the model has no attention layers to make a KV cache for")
     dtypes = sorted({spec.dtype for spec in kv_specs})
     if len(dtypes) > 1:
         raise KVPlanError(f"layers want KV caches of unlike dtypes: {', '.join(dtypes)}")
-    chosen = _resolve_format(kv_formats, settings.block_size)
+    chosen = _resolve_format(kv_formats, settings.block_size, proposed_block_size)
     size = chosen.block_size
     shapes = _shapes(kv_specs, size)
     if not _fits(max_model_len, shapes, size, budget_bytes, settings, step_tokens):
@@ -241,15 +246,17 @@ def _longest(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _resolve_format(kv_formats: Sequence[Sequence[KVFormat]], requested: int) -> _Format:
+def _resolve_format(
+    kv_formats: Sequence[Sequence[KVFormat]], requested: int, proposed: int
+) -> _Format:
     """The layout and block size that all layers accept and like best together."""
-    best: tuple[tuple[int, int, int], _Format] | None = None
+    best: tuple[tuple[int, bool, int, int], _Format] | None = None
     for layout, packing in dict.fromkeys((form.layout, form.packing) for form in kv_formats[0]):
         lists = [
             [form for form in forms if (form.layout, form.packing) == (layout, packing)]
             for forms in kv_formats
         ]
-        for size in [requested] if requested else _candidate_sizes(lists):
+        for size in [requested] if requested else _candidate_sizes(lists, proposed):
             accepted = [[form for form in forms if form.accepts(size)] for forms in lists]
             if not all(accepted):
                 continue
@@ -257,9 +264,11 @@ def _resolve_format(kv_formats: Sequence[Sequence[KVFormat]], requested: int) ->
             preferring = sum(
                 any(form.preferred_block_size == size for form in forms) for forms in accepted
             )
-            score = (liking, preferring, -size)
+            score = (liking, size == proposed, preferring, -size)
             if best is None or score > best[0]:
-                why = "as asked for" if requested else f"preferred by {preferring} layers"
+                why = f"preferred by {preferring} of {len(lists)} layers"
+                if requested or size == proposed:
+                    why = "as asked for" if requested else "the platform's default"
                 order = "".join(layout) + (f" ({packing})" if packing else "")
                 reason = f"layout {order}, blocks of {size} tokens: {why}"
                 best = (score, _Format(layout, packing, size, reason))
@@ -268,14 +277,15 @@ def _resolve_format(kv_formats: Sequence[Sequence[KVFormat]], requested: int) ->
     return best[1]
 
 
-def _candidate_sizes(lists: Sequence[Sequence[KVFormat]]) -> list[int]:
-    """Sizes worth trying: every exact or preferred one, raised to the multiple that all flexible formats need.
+def _candidate_sizes(lists: Sequence[Sequence[KVFormat]], proposed: int) -> list[int]:
+    """Sizes worth trying: `proposed`, every exact or preferred one, and these raised to the multiple that all flexible
+    formats need.
 
     A format with exact sizes makes the least common multiple wrong, so the caller still asks every layer.
     """
     forms = {form for formats in lists for form in formats}
     multiple = math.lcm(*(form.multiple_of for form in forms if not form.block_sizes))
-    sizes: set[int] = set()
+    sizes = {proposed}
     for form in forms:
         sizes.update(form.block_sizes)
         sizes.add(form.preferred_block_size)

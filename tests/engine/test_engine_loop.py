@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import zmq
 
+from headrace.engine.config.flag import Given
+from headrace.engine.config.names import all_spellings
+from headrace.engine.config.resolve import merge_defaults, resolve
 from headrace.engine.config.settings import CacheSettings, EngineConfig, SchedulerSettings
 from headrace.engine.core import startup
 from headrace.engine.core.boot import Boot
@@ -30,6 +33,8 @@ from headrace.engine.ipc.messages import (
     from_engine_decoder,
 )
 from headrace.engine.ipc.server import EngineServer
+from headrace.engine.kv_cache.plan import KVPlanError
+from headrace.platforms.platform import Default
 from tests.engine.engine_process import DEVICE, FILES, scripted_config, scripted_spec
 from tests.engine.scripted_executor import Script, ScriptedExecutor, expected_tokens
 
@@ -180,9 +185,36 @@ def info(free: int, weights: int, activation: int) -> WorkerInfo:
 
 
 def test_budget_is_a_share_of_what_was_free_at_the_start():
-    assert startup.kv_budget(CacheSettings(memory_utilization=0.9), info(600, 300, 100)) == 500
-    assert startup.kv_budget(CacheSettings(memory_utilization=0.3), info(600, 300, 100)) < 0
-    assert startup.kv_budget(CacheSettings(kv_cache_memory=77), info(600, 300, 100)) == 77
+    def budget(**cache) -> int:
+        config = EngineConfig(cache=CacheSettings(**cache))
+        return startup.kv_budget(config, info(600, 300, 100))[0]
+
+    assert budget(memory_utilization=0.9) == 500
+    assert budget(memory_utilization=0.3) < 0
+    assert budget(kv_cache_memory=77) == 77
+
+
+def test_a_platforms_budget_is_cut_to_what_is_free():
+    def budget(size: int) -> tuple[int, str]:
+        proposal = {"cache.kv_cache_memory": Default(size, "a quarter")}
+        config = merge_defaults(EngineConfig(), proposal, "platform test")
+        return startup.kv_budget(config, info(600 << 20, 300 << 20, 100 << 20))
+
+    assert budget(500 << 20) == (500 << 20, "")
+    size, note = budget(501 << 20)
+    assert size == 500 << 20 and "501 MiB" in note and "600 MiB are free" in note
+
+
+def test_a_budget_that_a_user_chose_is_met_or_refused():
+    row = all_spellings()["--kv-cache-memory-bytes"].flag
+    config = resolve([Given(row, "590MiB", f"flag {row.name}")])
+    config = merge_defaults(
+        config, {"cache.kv_cache_memory": Default(1, "never taken")}, "platform test"
+    )
+    assert startup.kv_budget(config, info(590 << 20, 300 << 20, 0)) == (590 << 20, "")
+    refused = "590 MiB does not fit the 589 MiB.* weights .300 MiB.* lower it to 500 MiB"
+    with pytest.raises(KVPlanError, match=refused):
+        startup.kv_budget(config, info(589 << 20, 300 << 20, 0))
 
 
 @pytest.mark.parametrize(

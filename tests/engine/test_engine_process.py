@@ -224,6 +224,7 @@ def test_killed_engine_tells_everyone_at_once():
         (Script(die_at_step=3), "worker 0 ended"),
         (Script(fail_load="no weights here"), "no weights here"),
         (Script(free_memory=10), "KV cache"),
+        (Script(free_memory=4000), "--num-gpu-blocks-override: a KV cache of"),
     ],
 )
 def test_failures_reach_the_client_in_words_and_the_exit_code(script: Script, text: str):

@@ -116,6 +116,23 @@ def test_asked_for_block_size():
         plan([FULL], settings=CacheSettings(block_size=20))
 
 
+def test_a_proposed_block_size_gives_way_to_what_layers_need():
+    def made(proposed: int, formats=ANY, size: int = 0):
+        settings = CacheSettings(block_size=size)
+        return make_kv_plan(
+            [FULL], [formats], 1 << 24, settings, 1024, 256, proposed_block_size=proposed
+        )
+
+    assert made(48).block_size == 48 and "the platform's default" in made(48).reasons[0]
+    assert made(20).block_size == 32 and "preferred by 1 of 1 layers" in made(20).reasons[0]
+    assert made(32).reasons[0].endswith("the platform's default")
+    assert made(48, size=64).block_size == 64 and "as asked for" in made(48, size=64).reasons[0]
+    exact = [KVFormat(CANONICAL, block_sizes=(16,), preferred_block_size=16)]
+    assert made(32, exact).block_size == 16
+    chosen = choose_context([FULL], [exact], 1 << 24, AUTO, 0, 1024, 256, proposed_block_size=32)
+    assert chosen.max_model_len == 1024
+
+
 def test_layout_must_suit_every_layer():
     first = [KVFormat(OTHER, preference=9), KVFormat(CANONICAL)]
     second = [KVFormat(CANONICAL)]
