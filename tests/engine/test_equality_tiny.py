@@ -28,6 +28,8 @@ FAMILIES = (
     "qwen2",
     "qwen2-windowed",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
     "gemma2",
     "gemma3",
 )

@@ -20,6 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-mqa": {"model_type": "llama", "num_key_value_heads": 1},  # the one head is replicated
     "qwen2": {"model_type": "qwen2"},  # biases of q, k, v
     "gemma3": tiny_models.CONFIGS["gemma3"],  # windows, tied embedding, norms of q and k
+    "qwen2_moe": tiny_models.CONFIGS["qwen2_moe"],  # experts shared out by their width, one for all
 }
 PROMPTS = [prompt(length) for length in (1, 16, 17, 40, 90)]
 PARAMS = [
