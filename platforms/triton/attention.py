@@ -24,10 +24,10 @@ from headrace.platforms.triton.attention_kernels import (
 from headrace.platforms.triton.launch import power_of_two
 
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
-PROGRAMS_A_UNIT = 2
-MOST_SPLITS = 32
+PROGRAMS_A_UNIT = 4
+MOST_SPLITS = 64
 # A part shorter than this costs more to start and combine than it saves.
-KEYS_A_SPLIT = 128
+KEYS_A_SPLIT = 64
 
 
 @dataclass(slots=True)

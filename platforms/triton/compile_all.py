@@ -124,15 +124,12 @@ def _rows(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
 
 def _linear(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
     pointers = dict.fromkeys(("x", "w", "bias", "y"), short)
-    scalars = dict.fromkeys(("K", "stride_w", "stride_x", "stride_y", "rows"), "i32")
+    scalars = dict.fromkeys(("K", "stride_w"), "i32")
     for width, out in LINEAR:
         query = LinearQuery(width, out, dtype)
         label = f"{short} {out}x{width}"
-        options = {**linear.row_options(query), "PDL": pdl}
+        options = {**linear.row_options(query, 132), "PDL": pdl}
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
-        if dtype != "float32":
-            options = {**linear.rows_options(query), "PDL": pdl}
-            yield Variant(f"rows {label}", linear_kernels.rows_kernel, pointers, scalars, options)
 
 
 class _Info:

@@ -1,4 +1,4 @@
-"""Linear layers: own kernels for steps of few tokens, the vendor's library for the others.
+"""Linear layers: an own kernel for steps of one token, the vendor's library for all others.
 
 Contract: headrace.platforms.linear. Weights stay as they came, [out, in], so that a tied table serves as both.
 """
@@ -14,16 +14,23 @@ import triton
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import LinearImpl
 from headrace.platforms.queries import LinearQuery
-from headrace.platforms.triton.linear_kernels import row_kernel, rows_kernel
+from headrace.platforms.triton.launch import power_of_two
+from headrace.platforms.triton.linear_kernels import row_kernel
 
-# Up to so many rows the own kernel is used. benchmarks/cuda/linear.py measures where that ends.
-MOST_ROWS = 16
+# What all programs together bring near ahead of time: well below the L2 cache, which also holds what is in use.
+EARLY_BYTES = 32 << 20
+LINE_BYTES = 128
+PROGRAMS_A_UNIT = 4  # that fit at once
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def row_options(query: LinearQuery) -> dict[str, Any]:
-    """Compile-time constants of the kernel for one row."""
+def row_options(query: LinearQuery, units: int) -> dict[str, Any]:
+    """Compile-time constants of the kernel for one row on a device of `units` multiprocessors."""
     block = 8 if query.out_features < 8192 else 16
     width = 512 if query.dtype != "float32" else 256
+    early = min(PROGRAMS_A_UNIT * units, triton.cdiv(query.out_features, block))
+    share = EARLY_BYTES // (early * block * LINE_BYTES)
+    lines = triton.cdiv(query.in_features * ITEM_BYTES[query.dtype], LINE_BYTES)
     return {
         "N": query.out_features,
         "BIAS": query.bias,
@@ -31,21 +38,9 @@ def row_options(query: LinearQuery) -> dict[str, Any]:
         "BLOCK_K": width,
         "STAGES": 4,
         "EVEN": query.in_features % width == 0,
+        "EARLY": early,
+        "LINES": power_of_two(max(1, min(share, lines))),
         "num_warps": 4,
-    }
-
-
-def rows_options(query: LinearQuery) -> dict[str, Any]:
-    """Compile-time constants of the kernel for a few rows."""
-    return {
-        "N": query.out_features,
-        "BIAS": query.bias,
-        "BLOCK_M": 16,
-        "BLOCK_N": 32,
-        "BLOCK_K": 256,
-        "EVEN": query.in_features % 256 == 0,
-        "num_warps": 4,
-        "num_stages": 4,
     }
 
 
@@ -56,12 +51,8 @@ class TritonLinear(LinearImpl):
         launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
         self._dtype = getattr(torch, query.dtype)
         self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
-        self._row = {**row_options(query), **launch}
-        self._rows = {**rows_options(query), **launch}
-        self._row_grid = (triton.cdiv(query.out_features, self._row["BLOCK_N"]),)
-        self._rows_grid = (triton.cdiv(query.out_features, self._rows["BLOCK_N"]),)
-        # products of float32 matrices by matrix units would be rounded
-        self._most_rows = 1 if query.dtype == "float32" else MOST_ROWS
+        self._row = {**row_options(query, runtime.info.units), **launch}
+        self._grid = (triton.cdiv(query.out_features, self._row["BLOCK_N"]),)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         bias = None if bias is None else bias.to(self._dtype)
@@ -71,20 +62,16 @@ class TritonLinear(LinearImpl):
         self, x: torch.Tensor, packed: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         weight, bias = packed
-        rows = x.shape[0]
-        if not 0 < rows <= self._most_rows:
+        if x.shape[0] != 1:
             return self._library(x, weight, bias, out)
         if out is None:
-            out = torch.empty(rows, weight.shape[0], dtype=self._out_dtype, device=x.device)
+            out = torch.empty(1, weight.shape[0], dtype=self._out_dtype, device=x.device)
         if x.stride(1) != 1:
             x = x.contiguous()
-        inputs = (x, weight, weight if bias is None else bias, out)
-        width = weight.shape[1]
-        if rows == 1:
-            row_kernel[self._row_grid](*inputs, width, weight.stride(0), **self._row)
-        else:
-            strides = (x.stride(0), weight.stride(0), out.stride(0))
-            rows_kernel[self._rows_grid](*inputs, rows, width, *strides, **self._rows)
+        row_kernel[self._grid](
+            x, weight, weight if bias is None else bias, out, weight.shape[1], weight.stride(0),
+            **self._row,
+        )  # fmt: skip
         return out
 
     def _library(

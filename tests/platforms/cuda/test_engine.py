@@ -38,15 +38,14 @@ def truth(request, tmp_path_factory):
     from tests.engine import test_equality_tiny as equality
     from tests.engine.tiny_models import make_tiny, prompt
 
-    torch.set_num_threads(4)
+    torch.set_num_threads(2)
     folder = tmp_path_factory.mktemp(request.param)
     model = make_tiny(request.param, folder).truth
-    prompts = [prompt(length) for length in (1, 3, 15, 17, 33, 64, 89, 144)]
-    penalties = [equality.PENALTY if i % 2 else 1.0 for i in range(len(prompts))]
-    pairs = zip(prompts, penalties, strict=True)
-    answers = [equality.generate(model, own, penalty) for own, penalty in pairs]
+    lengths = (1, 3, 15, 17, 33, 64, 89, 144)
+    penalties = [equality.PENALTY if i % 2 else 1.0 for i in range(len(lengths))]
     params = [greedy(equality.NEW_TOKENS, repetition_penalty=p) for p in penalties]
-    return equality.Truth(folder, model, prompts, answers, params)
+    prompts = [prompt(length) for length in lengths]
+    return equality.TinyTruth(model, prompts, params, folder=folder)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
