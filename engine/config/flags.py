@@ -194,10 +194,10 @@ _DEVICE_FLAGS = (
         "--threads",
         "device.threads",
         DEVICE,
-        "CPU compute threads.",
+        "CPU compute threads of each worker.",
         parse.integer(0),
         metavar="N",
-        default="cores this process may use",
+        default="the cores this process may use, shared out",
         example="--threads 8",
     ),
     Flag(

@@ -33,7 +33,9 @@ class ModelSettings(msgspec.Struct, frozen=True):
 class DeviceSettings(msgspec.Struct, frozen=True):
     device: str = "auto"  # auto | cpu | cuda | cuda:1 | ...
     tensor_parallel_size: int = 1
-    threads: int = 0  # CPU compute threads; 0 = physical cores within affinity and cgroup
+    threads: int = (
+        0  # CPU compute threads of a worker; 0 = its share of the cores within affinity and cgroup
+    )
     force: dict[str, str] = {}  # op -> implementation
     disable: tuple[str, ...] = ()
     only_verified: bool = False

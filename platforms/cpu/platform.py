@@ -67,7 +67,6 @@ class CpuPlatform(Platform):
                 if native
                 else f"{device.arch} has no bfloat16 instructions",
             ),
-            "device.threads": Default(device.units, "physical cores that this process may use"),
             "cache.block_size": Default(32, "long enough runs for the copy of keys and values"),
             "cache.kv_cache_memory": Default(
                 kv_bytes,
@@ -103,12 +102,13 @@ class CpuPlatform(Platform):
         if FEATURE not in device.features:
             problems.append(Problem("warning", NOT_BUILT))
         threads, world = config.device.threads, config.device.tensor_parallel_size
-        if threads > device.units:
+        if threads * world > device.units:  # 0: worker_env shares the cores out
+            who = f"{world} workers of {threads} threads" if world > 1 else f"{threads} threads"
             problems.append(
                 Problem(
                     "warning",
-                    f"{threads} threads exceed the {device.units} cores that may be used; threads "
-                    "that wait for a core slow all of them down",
+                    f"{who} exceed the {device.units} cores that may be used; threads that wait "
+                    "for a core slow all of them down",
                 )
             )
         elif world > device.units:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.engine.config.resolve import merge_defaults
+from headrace.engine.config.settings import DeviceSettings, EngineConfig
 from headrace.platforms.cpu import hardware
 from headrace.platforms.cpu.hardware import Hardware, arch_of
 from headrace.platforms.cpu.platform import CpuPlatform, describe_machine
@@ -188,8 +190,29 @@ def test_defaults_have_reasons_and_fit_the_machine():
         defaults = CpuPlatform().defaults(SHAPE, device)
         assert all(default.reason for default in defaults.values())
         assert defaults["model.dtype"].value == device.dtypes[0]
-        assert defaults["device.threads"].value == device.units
         assert 0 < defaults["cache.kv_cache_memory"].value <= device.memory // 2
+
+
+@pytest.mark.parametrize(
+    ("threads", "world", "text"),
+    [
+        (0, 1, ""),
+        (0, 8, ""),
+        (8, 1, ""),
+        (4, 2, ""),
+        (9, 1, "9 threads exceed the 8 cores"),
+        (5, 2, "2 workers of 5 threads exceed the 8 cores"),
+        (0, 9, "9 workers share 8 cores"),
+    ],
+)
+def test_threads_are_warned_of_where_the_user_asks_for_too_many(threads, world, text):
+    platform, device = CpuPlatform(), CpuPlatform.describe("avx2")
+    settings = DeviceSettings(threads=threads, tensor_parallel_size=world)
+    config = EngineConfig(device=settings)
+    config = merge_defaults(config, platform.defaults(SHAPE, device), "platform cpu")
+    told = [problem.text for problem in platform.check(config, device)]
+    told = [words for words in told if "cores" in words]
+    assert len(told) == bool(text) and all(words.startswith(text) for words in told)
 
 
 def test_worker_env_divides_the_cores():
