@@ -19,7 +19,7 @@ MAX_POSITIONAL = 7
 MAX_CONTRACTS = (
     1500  # lines of code of platforms/*.py together: neither blank nor comment nor docstring
 )
-MAX_ENGINE = 12_000  # the same of engine/
+MAX_ENGINE = 14_000  # the same of engine/, mixture of experts included
 KERNELS = ("platforms/triton/", "platforms/cpu/native/")
 DEVICE_WORDS = re.compile(r"^(cuda|rocm|xpu|npu|hip|mps)$")
 
