@@ -452,6 +452,17 @@ _SERVER_FLAGS = (
         kind="switch",
     ),
     Flag(
+        "--seed",
+        "server.seed",
+        SERVER,
+        "Makes the seeds of requests that give none the same at every start.",
+        parse.integer(0, 2**63 - 1),
+        aliases=("--random-seed",),
+        metavar="N",
+        default="other seeds each time",
+        example="--seed 42",
+    ),
+    Flag(
         "--shutdown-timeout",
         "server.drain_seconds",
         SERVER,

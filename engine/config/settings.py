@@ -78,6 +78,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
     drain_seconds: float = 30.0
     log_level: str = "info"
     log_requests: bool = False
+    seed: int | None = (
+        None  # of the sequence of seeds for requests that give none; None = unforeseeable
+    )
     response_role: str = "assistant"
     trust_request_chat_template: bool = False  # a request may bring its own (sandboxed) template
 

@@ -6,6 +6,7 @@ keeps the likeliest token alone; max_tokens beyond the context is cut to the roo
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,22 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, INT32_MAX),
     "priority": (-(2**31), INT32_MAX),
 }
+
+
+class Seeds:
+    """Seeds for choices whose request gives none: unforeseeable, or with the server's seed a fixed sequence."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._drawn = 0
+
+    def draw(self) -> int:
+        """0 <= seed < 2**63."""
+        if self._seed is None:
+            return secrets.randbits(63)
+        self._drawn += 1
+        digest = hashlib.blake2b(f"{self._seed} {self._drawn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +105,9 @@ class Generation:
     seeded: bool
     echo: bool = False
 
-    def for_choice(self, k: int, max_tokens: int) -> SamplingParams:
+    def for_choice(self, k: int, max_tokens: int, seeds: Seeds) -> SamplingParams:
         """Choice k's parameters. Choices of one request differ in seed, yet all follow from the request's."""
-        seed = (self.sampling.seed + k) % 2**63 if self.seeded else secrets.randbits(63)
+        seed = (self.sampling.seed + k) % 2**63 if self.seeded else seeds.draw()
         return msgspec.structs.replace(
             self.sampling,
             max_tokens=max_tokens,

@@ -107,7 +107,7 @@ def start_run(
             submit = Submit(
                 request_id=f"{head.id}-{index}",
                 token_ids=packed,
-                sampling=generation.for_choice(k, room),
+                sampling=generation.for_choice(k, room, state.seeds),
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 arrival=time.monotonic(),

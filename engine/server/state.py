@@ -16,7 +16,7 @@ from headrace.engine.server.admission import Admission
 from headrace.engine.server.errors import sentence
 from headrace.engine.server.flights import Flights
 from headrace.engine.server.names import ModelNames
-from headrace.engine.server.params import ModelLimits, SamplingDefaults
+from headrace.engine.server.params import ModelLimits, SamplingDefaults, Seeds
 from headrace.engine.text.pool import TextPool
 from headrace.engine.text.tokenizer import Tokenizer
 
@@ -43,6 +43,7 @@ class ServerState:
         room = scheduler.max_num_seqs + scheduler.max_waiting
         self.admission = Admission(room if scheduler.max_waiting else 0)
         self.text = TextPool()
+        self.seeds = Seeds(self.config.server.seed)
         self.metrics = ServerMetrics(
             self.names.first,
             stats=lambda: self.client.stats,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.engine.config.settings import EngineConfig, ServerSettings
 from headrace.engine.core.sampling import SamplingParams
 from tests.e2e.http_helpers import chat, complete, refused, still_fine, stream_of
 from tests.e2e.scripted import (
@@ -256,6 +257,19 @@ def test_seed_is_drawn_when_absent(server: Live) -> None:
     assert len({sampled(server).seed for _ in range(4)}) == 4
     chat(server, n=3)
     assert len({submit.sampling.seed for submit in server.engine.submits[-3:]}) == 3
+
+
+def test_a_servers_seed_gives_every_start_the_same_seeds() -> None:
+    config = EngineConfig(server=ServerSettings(seed=9))
+    starts = []
+    for _ in range(2):
+        with live(config=config) as server:
+            chat(server, n=2)
+            chat(server, seed=5)
+            chat(server)
+            starts.append([submit.sampling.seed for submit in server.engine.submits])
+    assert starts[0] == starts[1]
+    assert len(set(starts[0])) == 4 and starts[0][2] == 5
 
 
 def test_case_46_chat_forms(server: Live) -> None:

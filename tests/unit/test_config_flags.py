@@ -34,6 +34,7 @@ SAMPLES: dict[
     "--gpu-memory-utilization": ("0.5", 0.5),
     "--distributed-init": ("127.0.0.1:29500", "tcp://127.0.0.1:29500"),
     "--shutdown-timeout": ("2.5", 2.5),
+    "--seed": ("0", 0),
 }
 
 

@@ -21,7 +21,7 @@ from headrace.engine.server.errors import ApiError, sentence
 from headrace.engine.server.fields import HARMLESS, UNSUPPORTED
 from headrace.engine.server.flights import ClientGone, Flights
 from headrace.engine.server.names import ModelNames
-from headrace.engine.server.params import SamplingDefaults, check_logit_bias, room_for
+from headrace.engine.server.params import SamplingDefaults, Seeds, check_logit_bias, room_for
 from headrace.engine.server.protocol import ChatRequest, CompletionRequest
 from headrace.engine.server.sockets import BindError, bind, close, url_of
 
@@ -45,6 +45,17 @@ def test_every_field_has_one_meaning() -> None:
 )
 def test_nesting(value: Any, limit: int, over: bool) -> None:
     assert depth_over(value, limit) is over
+
+
+def test_a_servers_seed_fixes_the_sequence_of_seeds() -> None:
+    def first(seed: int | None) -> list[int]:
+        seeds = Seeds(seed)
+        return [seeds.draw() for _ in range(100)]
+
+    assert first(7) == first(7) != first(8)
+    assert first(0) == first(0) and first(None) != first(None)
+    assert len(set(first(7))) == 100 and all(0 <= seed < 2**63 for seed in first(7))
+    assert not set(first(7)) & set(first(8)), "neighbouring seeds share nothing"
 
 
 def test_error_messages_are_utf8_and_one_sentence() -> None:
