@@ -17,6 +17,7 @@ from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.ipc.messages import EngineReady
 from headrace.engine.server.names import ModelNames
 from headrace.engine.server.sockets import url_of
+from headrace.engine.text.fast import FastTokenizer
 
 # Engine phase -> its name in the panel; phases of one name are added.
 PHASE_NAMES = {
@@ -30,12 +31,14 @@ PHASE_NAMES = {
 }
 
 
-def show(plan: Plan, info: EngineReady, sock: socket.socket, chats: bool, settled: float) -> None:
+def show(
+    plan: Plan, info: EngineReady, sock: socket.socket, tokenizer: FastTokenizer, settled: float
+) -> None:
     """Print the panel to standard output: framed on a terminal, "name: text" lines elsewhere.
 
-    `settled`: seconds from the process's start to the start of the engine. `chats`: the model has a chat template.
+    `settled`: seconds from the process's start to the start of the engine.
     """
-    rows = facts(plan, info, url_of(sock), chats, settled)
+    rows = facts(plan, info, url_of(sock), tokenizer, settled)
     if not sys.stdout.isatty():
         for name, text in rows:
             print(f"{name}: {text}" if name else f"  {text}")
@@ -59,14 +62,16 @@ def show(plan: Plan, info: EngineReady, sock: socket.socket, chats: bool, settle
 
 
 def facts(
-    plan: Plan, info: EngineReady, url: str, chats: bool, settled: float
+    plan: Plan, info: EngineReady, url: str, tokenizer: FastTokenizer, settled: float
 ) -> list[tuple[str, str]]:
     """(name, text) in the order shown; a row without a name belongs to the one above."""
+    chats = tokenizer.chat_template is not None
     name = ModelNames(plan.files.name, plan.config.server.served_model_names).first
     shortened = [note for note in info.notes if note.startswith("context of ")]
     context = f"{format_count(info.max_model_len)} tokens{why(plan.config, 'model.max_model_len')}"
     rows = [
         ("model", model_line(plan)),
+        *(("tokenizer", note) for note in tokenizer.notes),
         ("device", _device(info, plan)),
         ("dtype", f"{info.dtype}{why(plan.config, 'model.dtype')}"),
         ("context", context),

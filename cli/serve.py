@@ -59,14 +59,7 @@ def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess, settled: floa
         from headrace.engine.server.run import serve
         from headrace.engine.text.load import load_tokenizer
 
-        settings = plan.config.model
-        tokenizer = load_tokenizer(
-            plan.files,
-            settings.tokenizer,
-            settings.chat_template,
-            offline=settings.offline,
-            download_dir=settings.download_dir,
-        )
+        tokenizer = load_tokenizer(plan.files, plan.config.model.chat_template)
     except BaseException as error:
         engine.stop()
         if isinstance(error, ModelError):
@@ -83,7 +76,7 @@ def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess, settled: floa
             if plan.config.server.log_level not in QUIET:
                 from headrace.cli.panel import show
 
-                show(plan, info, sock, tokenizer.chat_template is not None, settled)
+                show(plan, info, sock, tokenizer, settled)
 
         code = serve(plan.config, plan.files, tokenizer, client, engine, sock=sock, on_ready=ready)
     if code and failures.starting:

@@ -86,8 +86,11 @@ def _run(boot: Boot, server: EngineServer, signals: _Signals) -> int:
     except _Stopped:
         return 0
     except Exception as error:
+        expected = isinstance(error, _EXPECTED)
+        # Whoever started the engine says why it did not start; a second line here would only repeat it.
+        level = logging.DEBUG if expected and signals.starting else logging.ERROR
         signals.starting = False
-        logger.error("the engine ends: %s", error, exc_info=not isinstance(error, _EXPECTED))
+        logger.log(level, "the engine ends: %s", error, exc_info=not expected)
         server.announce_last(EngineFailed(str(error) or type(error).__name__))
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""load_tokenizer: from a folder with tokenizer.json or tokenizer.model, from a GGUF file, or from the hub."""
+"""load_tokenizer: from a folder with tokenizer.json or tokenizer.model, or from a GGUF file."""
 
 from __future__ import annotations
 
@@ -22,22 +22,12 @@ _TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<turn|
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>")
 
 
-def load_tokenizer(
-    files: ModelFiles,
-    override: str = "",
-    chat_template: str = "",
-    *,
-    offline: bool = False,
-    download_dir: str = "",
-) -> FastTokenizer:
-    """The tokenizer of a model.
+def load_tokenizer(files: ModelFiles, chat_template: str = "") -> FastTokenizer:
+    """The tokenizer of a model, or the one that `resolve_model` took in its place. Raises ModelError.
 
-    `override`: a folder, tokenizer.json, tokenizer.model or GGUF file, or a hub repository to take it from instead.
-    `chat_template`: a path, or the template's text. Raises ModelError.
+    `chat_template`: a path, or the template's text.
     """
-    root = override or files.tokenizer_root or files.root
-    if override and not os.path.exists(override):
-        root = _download(override, offline, download_dir)
+    root = files.tokenizer_root or files.root
     if os.path.isfile(root) and not root.endswith((".json", ".model")):
         parts = _from_gguf(root)
         generation = None
@@ -48,18 +38,6 @@ def load_tokenizer(
     if chat_template:
         parts.templates = {"default": _template(chat_template)}
     return FastTokenizer(parts)
-
-
-def _download(repository: str, offline: bool, download_dir: str) -> str:
-    from headrace.engine.weights import hub
-
-    request = hub.parse(repository)
-    if request is None or request.file or request.quant:
-        raise ModelError(
-            f"--tokenizer {repository} does not exist; give a folder with tokenizer.json or tokenizer.model, "
-            "a .gguf file, or org/name on the hub"
-        )
-    return hub.download_tokenizer(request._replace(offline=offline, cache=download_dir))
 
 
 def _from_gguf(path: str) -> TokenizerParts:

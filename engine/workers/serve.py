@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headrace.engine.core.step import StepPlan, StepResult
+from headrace.engine.weights.source import ModelError
 from headrace.engine.workers.messages import (
     Call,
     Close,
@@ -23,12 +24,16 @@ from headrace.engine.workers.messages import (
     Setup,
 )
 from headrace.engine.workers.worker import PHASES, UTILITIES, Worker
+from headrace.platforms.probe import PlatformError
+from headrace.platforms.registry import SelectionError
 
 log = logging.getLogger(__name__)
 
 Command = StepPlan | Call | Close
 Send = Callable[[StepResult | FromWorker], None]
 
+# Failures of a call whose text is a sentence for people. Anything else is a defect and gets its traceback logged.
+_EXPECTED = (ModelError, PlatformError, SelectionError, OSError)
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
 
 
@@ -110,7 +115,9 @@ class WorkerLoop:
         try:
             value: Any = getattr(self._worker, call.method)(*call.args)
         except Exception as error:
-            log.error("%s failed", call.method, exc_info=error)
+            expected = isinstance(error, _EXPECTED) or is_out_of_memory(error)
+            level = logging.DEBUG if expected else logging.ERROR  # the answer says it
+            log.log(level, "%s failed", call.method, exc_info=error)
             return Reply(call.call_id, error=sentence(error))
         return Reply(call.call_id, value)
 
@@ -128,6 +135,6 @@ def sentence(error: BaseException) -> str:
     """The error's first line; the kind is named where the text alone might not say what happened."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
-    if isinstance(error, (ValueError, OSError)) or type(error).__name__ == "SelectionError":
+    if isinstance(error, (ValueError, OSError, PlatformError, SelectionError)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

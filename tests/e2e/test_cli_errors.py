@@ -101,6 +101,22 @@ def test_damaged_file(smollm2_gguf: Path, tmp_path: Path) -> None:
     assert "short.gguf" in one_line(headrace("serve", str(short)), 2)
 
 
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--kv-cache-memory-bytes", "64TiB"), "a KV cache of 64.0 TiB does not fit the "),
+        (("--max-model-len", "4k", "--num-gpu-blocks-override", "9"), "a context of 4000 tokens"),
+    ],
+)
+def test_what_the_engine_finds_out_is_said_once(
+    smollm2_gguf: Path, args: tuple[str, ...], words: str
+) -> None:
+    done = headrace("serve", str(smollm2_gguf), "--port", "0", *args)
+    assert words in one_line(done, 1)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.mark.parametrize("command", ["chat", "complete"])
 def test_nobody_at_the_address(command: str) -> None:
     args = ("hi",) if command == "complete" else ()

@@ -1,4 +1,4 @@
-"""load_tokenizer from folders, files and overrides; ends of turn; BOS once (cases 88, 91, 113)."""
+"""load_tokenizer from folders and files, the model's or another; ends of turn; BOS once (cases 88, 91, 113)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def write(path, value):
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
 
 
-def load(folder, **options):
+def load(folder, tokenizer_root="", **options):
     generation = folder / "generation_config.json"
     files = ModelFiles(
         name="m",
         kind="safetensors",
         root=str(folder),
         weights=(),
-        tokenizer_root=str(folder),
+        tokenizer_root=str(tokenizer_root or folder),
         generation_config=str(generation) if generation.exists() else "",
     )
     return load_tokenizer(files, **options)
@@ -145,13 +145,13 @@ def test_places_of_the_chat_template(folder):
         load(folder, chat_template="no/such/file.jinja")
 
 
-def test_an_override_brings_its_own_tokenizer(folder, tmp_path):
+def test_another_tokenizer_than_the_models_own(folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     backend(bos=False).save(str(other / "tokenizer.json"))
-    assert load(folder, override=str(other)).encode("a") != load(folder).encode("a")
-    by_file = load(folder, override=str(other / "tokenizer.json"))
-    assert by_file.encode("a") == load(folder, override=str(other)).encode("a")
+    assert load(folder, other).encode("a") != load(folder).encode("a")
+    by_file = load(folder, other / "tokenizer.json")
+    assert by_file.encode("a") == load(folder, other).encode("a")
     assert by_file.chat_template is None
 
 
@@ -168,9 +168,6 @@ def test_missing_and_broken_files_are_named(folder, tmp_path):
         with pytest.raises(ModelError, match=name):
             load(folder)
         write(folder / name, old)
-    for override in ("no/such-tokenizer-folder", "no such folder"):
-        with pytest.raises(ModelError, match=override):
-            load(folder, override=override, offline=True, download_dir=str(tmp_path / "cache"))
 
 
 def test_decoders_that_cannot_be_streamed_are_refused(folder):
