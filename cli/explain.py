@@ -15,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.errors import CliError
-from headrace.cli.facts import kv_arithmetic, kv_bytes_per_token, kv_specs, model_line, why
+from headrace.cli.facts import (
+    kv_arithmetic,
+    kv_bytes_per_token,
+    kv_specs,
+    model_line,
+    quantization,
+    why,
+)
 from headrace.cli.prepare import Plan, configure, decide, prepare
 from headrace.engine.config.flag import Given
 from headrace.engine.config.sizes import format_bytes, format_count
@@ -118,6 +125,7 @@ def _show_facts(console: Console, plan: Plan, facts: Mapping[str, Any]) -> None:
         "context": f"{format_count(kv['max_model_len'])} tokens"
         + (f" ({kv['note']})" if kv["note"] else ""),
     }
+    rows |= dict(quantization(plan))
     for name, text in rows.items():
         grid.add_row(name, Text(text))
     console.print(grid)

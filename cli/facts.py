@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from headrace.cli.prepare import Plan
+from collections import Counter
+
+from headrace.cli.prepare import Plan, blocks
 from headrace.engine.config.resolve import source_of
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.kv_cache.plan import item_bytes
 from headrace.engine.models.registry import model_shape
 from headrace.engine.models.spec import ModelSpec
+from headrace.engine.weights.layout import tensor_shapes
+from headrace.engine.weights.online import left_float
 from headrace.platforms.kv_layout import KVSpec
 
 
@@ -18,6 +22,19 @@ def model_line(plan: Plan) -> str:
     size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
     stored = plan.spec.scheme or plan.spec.dtype
     return f"{plan.files.name}: {plan.spec.architecture}, {size} parameters, {stored}"
+
+
+def quantization(plan: Plan) -> list[tuple[str, str]]:
+    """A row (name, text) on what --quantization does; none without it."""
+    if not plan.config.model.quantization:
+        return []
+    shapes, schemes = tensor_shapes(plan.spec), blocks(plan)
+    counts = Counter(schemes[name] for name in shapes if name in schemes)
+    text = ", ".join(f"{scheme} for {count}" for scheme, count in counts.most_common()) + " matrices"
+    rest = left_float(shapes, schemes)
+    if rest:
+        text += f"; {len(rest)} stay in {plan.config.model.dtype} ({rest[0]}, ...)"
+    return [("quantized", f"{text}{why(plan.config, 'model.quantization')}")]
 
 
 def kv_specs(spec: ModelSpec, kv_dtype: str, world: int) -> list[KVSpec]:

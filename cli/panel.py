@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from headrace.cli.facts import kv_arithmetic, model_line, why
+from headrace.cli.facts import kv_arithmetic, model_line, quantization, why
 from headrace.cli.prepare import Plan
 from headrace.cli.progress import process_seconds
 from headrace.engine.config.sizes import format_bytes, format_count
@@ -74,6 +74,7 @@ def facts(
         *(("tokenizer", note) for note in tokenizer.notes),
         ("device", _device(info, plan)),
         ("dtype", f"{info.dtype}{why(plan.config, 'model.dtype')}"),
+        *quantization(plan),
         ("context", context),
         *(("", note) for note in shortened),
         ("KV cache", _kv(plan, info)),

@@ -25,6 +25,8 @@ from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.experts import pieces
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_names import ROPE_TENSORS, hf_name
+from headrace.engine.weights.layout import tensor_shapes
+from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.device import DeviceInfo
@@ -149,7 +151,10 @@ def decide(plan: Plan) -> list[Decision]:
 
     dtype, world = plan.config.model.dtype, device.tensor_parallel_size
     try:
-        queries = selection_queries(plan.spec, dtype, plan.kv_dtype, world, _blocks(plan), can)
+        queries = selection_queries(plan.spec, dtype, plan.kv_dtype, world, blocks(plan), can)
+        refuse_without_kernel(
+            plan.config.model.quantization, (query for _, query in queries), plan.device.spec
+        )
         seats = plan.config.scheduler.max_num_seqs
         queries.append(("sample", SampleQuery(plan.spec.vocab, seats)))
         return [choose(op, query) for op, query in queries]
@@ -159,11 +164,17 @@ def decide(plan: Plan) -> list[Decision]:
         raise CliError(str(error), details=_table(error.candidates)) from None
 
 
-def _blocks(plan: Plan) -> dict[str, str]:
-    """Stored tensor -> quantization, for the tensors whose blocks the engine will try to compute with."""
+def blocks(plan: Plan) -> dict[str, str]:
+    """Tensor -> quantization, for the tensors whose blocks the engine will try to compute with."""
+    return online_schemes(
+        tensor_shapes(plan.spec), _stored_blocks(plan), plan.config.model.quantization
+    )
+
+
+def _stored_blocks(plan: Plan) -> dict[str, str]:
     settings = plan.config.model
-    exact = settings.weights == "auto" and settings.dtype != plan.device.dtypes[0]
-    if plan.files.kind != "gguf" or settings.weights == "dequantized" or exact:
+    kept = keeps_blocks(settings, settings.dtype, plan.device.dtypes[0])
+    if plan.files.kind != "gguf" or not kept:
         return {}
     with GGUFFile(plan.files.weights[0]) as file:
         return {

@@ -119,6 +119,16 @@ _MODEL_FLAGS = (
         example="--weights dequantized",
     ),
     Flag(
+        "--quantization",
+        "model.quantization",
+        MODEL,
+        "Quantize a float model's matrices at load: 8 or 4 bits a weight; embeddings and head stay at 8.",
+        **_choice("int8", "q4", q8="int8", q8_0="int8", int4="q4", q4_0="q4"),
+        aliases=("-q",),
+        default="as stored",
+        example="--quantization int8",
+    ),
+    Flag(
         "--max-model-len",
         "model.max_model_len",
         MODEL,

@@ -21,6 +21,7 @@ class ModelSettings(msgspec.Struct, frozen=True):
     # Quantized files: blocks = compute with them where there are kernels, dequantized = in dtype;
     # auto = blocks, unless another dtype than the device's own is asked for
     weights: str = "auto"
+    quantization: str = ""  # "" | int8 | q4: what float matrices become at load
     max_model_len: int = 0  # tokens; 0 = the model's context, or what fits the memory
     offline: bool = False
     download_dir: str = ""
@@ -78,9 +79,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     drain_seconds: float = 30.0
     log_level: str = "info"
     log_requests: bool = False
-    seed: int | None = (
-        None  # of the sequence of seeds for requests that give none; None = unforeseeable
-    )
+    # of the sequence of seeds for requests that give none; None = unforeseeable
+    seed: int | None = None
     response_role: str = "assistant"
     trust_request_chat_template: bool = False  # a request may bring its own (sandboxed) template
 

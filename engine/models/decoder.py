@@ -28,6 +28,7 @@ class Decoder(Model):
 
     def __init__(self, spec: ModelSpec, ctx: BuildContext, max_model_len: int) -> None:
         self.spec = spec
+        self._schemes = ctx.schemes
         rotaries = [Rotary(ctx, rope, spec.head_dim, max_model_len) for rope in spec.ropes]
         which = spec.rope_of_layer or (0,) * spec.layers
         self._vocabulary = Vocabulary(ctx, spec)
@@ -48,8 +49,10 @@ class Decoder(Model):
     def load_weights(
         self, source: WeightSource, progress: Callable[[float, float, str], None]
     ) -> int:
+        from headrace.engine.weights.encode import encoded
+
         layers = self.layers()
-        tensors = match(source, layers, self.rename)
+        tensors = encoded(match(source, layers, self.rename), self._schemes)
         return load(layers, tensors, source.total_bytes(), progress)
 
     def bind_kv(self, plan: KVPlan, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from headrace.engine.config.settings import CacheSettings
+from headrace.engine.config.settings import CacheSettings, ModelSettings
 from headrace.engine.core.executor import WorkerInfo
 from headrace.engine.core.step import StepPlan
 from headrace.engine.kv_cache.plan import make_kv_plan
 from headrace.engine.models.base import BuildContext, Model
 from headrace.engine.models.registry import build_model
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
+from headrace.engine.weights.layout import tensor_shapes
+from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
@@ -81,15 +83,19 @@ class Worker:
         limits = limits_of(setup)
         source = open_source(setup.files, config.model.hf_overrides, self._runtime.device)
         try:
+            stored = kept_schemes(source, config.model, self._dtype_name, self._device)
+            schemes = online_schemes(tensor_shapes(spec), stored, config.model.quantization)
             context = BuildContext(
                 self._ops,
                 dtype,
                 self._collectives,
                 self._dtype_name if kv_dtype == "auto" else kv_dtype,
                 self._runtime.device,
-                kept_schemes(source, config.model.weights, self._dtype_name, self._device),
+                schemes,
             )
             model = build_model(spec, context, limits.max_model_len)
+            queries = (decision.query for decision in self._ops.report.decisions)
+            refuse_without_kernel(config.model.quantization, queries, self._device.spec)
             sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
             self._weight_bytes = model.load_weights(
                 source, lambda done, total, text: self._report("load", done, total, text)
@@ -171,14 +177,10 @@ class Worker:
 
 
 def kept_schemes(
-    source: WeightSource, wanted: str, dtype: str, device: DeviceInfo
+    source: WeightSource, settings: ModelSettings, dtype: str, device: DeviceInfo
 ) -> dict[str, str]:
-    """BuildContext.schemes: the quantized tensors whose blocks should be computed with as they are.
-
-    With "auto" a dtype finer than the one the device prefers means that exact weights are wanted: they are then
-    dequantized, as they are for devices without kernels for the blocks.
-    """
-    if wanted == "dequantized" or (wanted == "auto" and dtype != device.dtypes[0]):
+    """The quantized tensors whose blocks should be computed with as they are, with their types."""
+    if not keeps_blocks(settings, dtype, device.dtypes[0]):
         return {}
     schemes = ((name, source.get(name).scheme) for name in source.names())
     return {name: scheme for name, scheme in schemes if not hasattr(torch, scheme)}
