@@ -188,3 +188,36 @@ def startup(
     from headrace.cli.bench import run
 
     run.startup(model, given, config, (repeats, idle_seconds), json_file)
+
+
+@bench.command(cls=Command)
+@with_flags(_RUN)
+def perplexity(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Serve this model privately.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A text.", show_default=False)] = "",
+    *,
+    url: Url = "",
+    key: Key = "",
+    context: Annotated[
+        int, typer.Option(help="Tokens of a window.", show_default="512", min=0)
+    ] = 0,
+    stride: Annotated[
+        int,
+        typer.Option(
+            help="A window begins every so many tokens.", show_default="half of it", min=0
+        ),
+    ] = 0,
+    json_file: JsonFile = "",
+    given: list[Given],
+) -> None:
+    """How well the model predicts a text: perplexity with its standard error. Lower is better.
+
+    [bold]headrace bench perplexity demo book.txt --quantization int8[/bold]
+
+    [bold]headrace bench perplexity book.txt --url http://127.0.0.1:8000[/bold]
+    """
+    from headrace.cli.bench import run
+
+    model, file = (model, file) if file else ("", model)
+    run.perplexity(run.Target(model, url, key, given), file, (context, stride), json_file)

@@ -177,3 +177,34 @@ def _require_matplotlib() -> None:
 
     if find_spec("matplotlib") is None:
         raise CliError("--plot needs matplotlib: pip install 'headrace[plot]'")
+
+
+def perplexity(target: Target, file: str, sizes: tuple[int, int], json_file: str) -> None:
+    """`sizes`: (context, stride) in tokens; 0 leaves one open."""
+    from headrace.cli.bench.perplexity import measure as score
+    from headrace.cli.bench.perplexity import read_text
+
+    text = read_text(file)
+    with (
+        connect(target.model, target.url, target.key, target.given) as (api, name),
+        _progress() as progress,
+    ):
+        task = progress.add_task("windows", total=None)
+
+        def update(done: int, every: int) -> None:
+            progress.update(task, completed=done, total=every)
+
+        found = asyncio.run(score(api.where, name, text, sizes, update))
+    Console().print(
+        f"perplexity {found['perplexity']:.4f} ± {found['error']:.4f}: {found['scored_tokens']} of "
+        f"{found['text_tokens']} tokens, {found['windows']} windows of {found['context']} every "
+        f"{found['stride']}, {found['seconds']:.1f} s ({found['tokens_per_s']:.0f} tokens/s)",
+        highlight=False,
+    )
+    arguments = {
+        "target": target.model or target.url or "the local server",
+        "settings": [f"{row.flag.name}={row.value}" for row in target.given],
+        "file": file,
+        "characters": len(text),
+    }
+    _write("bench perplexity", arguments, [found], Output(json_file))
