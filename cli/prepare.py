@@ -19,7 +19,7 @@ from headrace.engine.config.resolve import (
     resolve,
     source_of,
 )
-from headrace.engine.config.settings import EngineConfig
+from headrace.engine.config.settings import PLATFORM, EngineConfig
 from headrace.engine.models.registry import model_shape, selection_queries
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.experts import pieces
@@ -105,7 +105,7 @@ def prepare(
         files = resolve_model(config.model, progress)
         spec = read_spec(files, config.model.hf_overrides)
         proposals = platform.defaults(model_shape(spec), device)
-        config = merge_defaults(config, proposals, f"platform {platform.name}")
+        config = merge_defaults(config, proposals, PLATFORM + platform.name)
     except (PlatformError, ModelError, ConfigError) as error:
         raise CliError(str(error)) from None
     asked = config.model.max_model_len

@@ -18,8 +18,6 @@ from headrace.engine.config.settings import EngineConfig, Provenance
 from headrace.engine.config.yaml_file import read_yaml
 from headrace.platforms.platform import Default
 
-PLATFORM = "platform "  # what the `source` of a platform's proposals begins with
-
 _BY_PATH = {flag.path: flag for flag in FLAGS}
 
 
@@ -69,13 +67,7 @@ def get(config: EngineConfig, path: str) -> Any:
 
 def source_of(config: EngineConfig, path: str) -> Provenance | None:
     """Who set a value; None for a built-in default."""
-    return next((row for row in reversed(config.provenance) if row.path == path), None)
-
-
-def proposed(config: EngineConfig, path: str) -> bool:
-    """Whether a value is a platform's proposal, which may give way where a user's wish may not."""
-    row = source_of(config, path)
-    return row is not None and row.source.startswith(PLATFORM)
+    return config.source_of(path)
 
 
 def _read(file: str | Path) -> list[Given]:

@@ -85,6 +85,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
     trust_request_chat_template: bool = False  # a request may bring its own (sandboxed) template
 
 
+PLATFORM = "platform "  # what the `source` of a platform's proposals begins with
+
+
 class Provenance(msgspec.Struct, frozen=True):
     """Who set a value: "flag --max-model-len", "file config.yaml", "platform cpu", and why."""
 
@@ -101,3 +104,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     scheduler: SchedulerSettings = SchedulerSettings()
     server: ServerSettings = ServerSettings()
     provenance: tuple[Provenance, ...] = ()
+
+    def source_of(self, path: str) -> Provenance | None:
+        """Who set a value; None for a built-in default."""
+        return next((row for row in reversed(self.provenance) if row.path == path), None)
+
+    def proposed(self, path: str) -> bool:
+        """Whether a value is a platform's proposal, which may give way where a user's wish may not."""
+        row = self.source_of(path)
+        return row is not None and row.source.startswith(PLATFORM)

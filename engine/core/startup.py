@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import msgspec
 
-from headrace.engine.config.resolve import proposed
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.config.sizes import format_bytes
 from headrace.engine.core.boot import Boot
@@ -103,7 +102,7 @@ def kv_budget(config: EngineConfig, info: WorkerInfo) -> tuple[int, str]:
     wanted = cache.kv_cache_memory
     if not wanted:
         return share, ""
-    if not proposed(config, "cache.kv_cache_memory"):
+    if not config.proposed("cache.kv_cache_memory"):
         _require_free(wanted, info, "--kv-cache-memory-bytes", share, format_bytes(share))
         return wanted, ""
     if wanted <= share:
@@ -140,7 +139,7 @@ def start(boot: Boot, executor: Executor, spec: ModelSpec, clock: Progress) -> P
     cache, step_tokens = config.cache, config.scheduler.max_num_batched_tokens
     budget, cut = kv_budget(config, info)
     block_size = 0
-    if proposed(config, "cache.block_size"):
+    if config.proposed("cache.block_size"):
         block_size, cache = cache.block_size, msgspec.structs.replace(cache, block_size=0)
     context = choose_context(
         info.kv_specs,

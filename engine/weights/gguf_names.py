@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from headrace.engine.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -72,5 +74,7 @@ def row_order(spec: ModelSpec, name: str) -> NDArray[np.intp] | None:
     heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(part)
     if heads is None:
         return None
+    import numpy as np  # here: the command line needs names, not orders
+
     rows = np.arange(heads * spec.head_dim).reshape(heads, spec.head_dim // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)
