@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.engine.ipc.messages import EngineProgress
+    from headrace.cli import BEGAN
+from headrace.engine.ipc.messages import EngineProgress
 
 POLL_SECONDS = 0.1
 LINE_SHARE = 0.25  # off a terminal, one line for each quarter of a download
@@ -124,7 +125,5 @@ class StartBar:
 
 
 def process_seconds() -> float:
-    """Seconds since this process was started, interpreter start included."""
-    import psutil
-
-    return time.time() - float(psutil.Process().create_time())
+    """Seconds since the command began."""
+    return time.monotonic() - BEGAN
