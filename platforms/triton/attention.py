@@ -60,25 +60,25 @@ def shape_options(query: AttentionQuery) -> dict[str, Any]:
 
 
 def decode_options(query: AttentionQuery) -> dict[str, Any]:
-    wide = query.dtype == "float32" or max(query.head_dim, query.v_head_dim) > 128
+    wide = max(query.head_dim, query.v_head_dim) > 128
+    keys, warps, stages = (32, 4, 2) if wide else (64, 4, 3)
+    if query.dtype == "float32":  # products on the ordinary units: all operands sit in registers
+        keys, warps, stages = 16, 8, 1
     return {
         **shape_options(query),
         "BLOCK_M": power_of_two(query.q_heads // query.kv_heads, 16),
-        "BLOCK_N": 32 if wide else 64,
-        "num_warps": 4,
-        "num_stages": 2 if wide else 3,
+        "BLOCK_N": keys,
+        "num_warps": warps,
+        "num_stages": stages,
     }
 
 
 def prefill_options(query: AttentionQuery) -> dict[str, Any]:
     group = query.q_heads // query.kv_heads
-    width = max(query.head_dim, query.v_head_dim)
+    wide = max(query.head_dim, query.v_head_dim) > 128
+    rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 64, 8, 3)
     if query.dtype == "float32":
-        rows, keys, warps, stages = (32 if width <= 128 else 16), 32, 4, 1
-    elif width <= 128:
-        rows, keys, warps, stages = 128, 64, 8, 3
-    else:
-        rows, keys, warps, stages = 64, 32, 4, 2
+        rows, keys, warps, stages = 16, 32, 8, 1
     return {
         **shape_options(query),
         "BLOCK_M": max(rows, power_of_two(group, 16)),
