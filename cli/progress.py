@@ -6,10 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from headrace.cli import BEGAN
+from headrace.cli import BEGAN
 from headrace.engine.ipc.messages import EngineProgress
 
 POLL_SECONDS = 0.1
