@@ -24,13 +24,13 @@ class CudaGraph(Graph):
 
 
 class CudaGraphs(GraphBackend):
-    """All graphs share a pool: one runs at a time, so a later one may use the memory of an earlier one again."""
+    """The graphs of a session share a pool: one runs at a time, so one may use the memory of another again."""
 
     traits = GraphTraits(host_args=False, max_graphs=None, shares_pool=True)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()  # gone with the last graph in it
 
     def session(self) -> AbstractContextManager[None]:
         return self._session()
@@ -41,6 +41,7 @@ class CudaGraphs(GraphBackend):
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
         on = gc.isenabled()
         gc.disable()
         try:

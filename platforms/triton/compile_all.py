@@ -128,7 +128,7 @@ def _linear(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
     for width, out in LINEAR:
         query = LinearQuery(width, out, dtype)
         label = f"{short} {out}x{width}"
-        options = {**linear.row_options(query, 132), "PDL": pdl}
+        options = {**linear.row_options(query), "PDL": pdl}
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
 
 

@@ -14,33 +14,24 @@ import triton
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import LinearImpl
 from headrace.platforms.queries import LinearQuery
-from headrace.platforms.triton.launch import power_of_two
 from headrace.platforms.triton.linear_kernels import row_kernel
 
-# What all programs together bring near ahead of time: well below the L2 cache, which also holds what is in use.
-EARLY_BYTES = 32 << 20
-LINE_BYTES = 128
-PROGRAMS_A_UNIT = 4  # that fit at once
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Elements of a tile: enough that the programs on a multiprocessor together keep its share of the memory busy.
+TILE_ROWS = 4
+TILE_WIDTH = 1024
 
 
-def row_options(query: LinearQuery, units: int) -> dict[str, Any]:
-    """Compile-time constants of the kernel for one row on a device of `units` multiprocessors."""
-    block = 8 if query.out_features < 8192 else 16
-    width = 512 if query.dtype != "float32" else 256
-    early = min(PROGRAMS_A_UNIT * units, triton.cdiv(query.out_features, block))
-    share = EARLY_BYTES // (early * block * LINE_BYTES)
-    lines = triton.cdiv(query.in_features * ITEM_BYTES[query.dtype], LINE_BYTES)
+def row_options(query: LinearQuery) -> dict[str, Any]:
+    """Compile-time constants of the kernel for one row."""
+    width = TILE_WIDTH // (2 if query.dtype == "float32" else 1)
     return {
         "N": query.out_features,
         "BIAS": query.bias,
-        "BLOCK_N": block,
+        "BLOCK_N": TILE_ROWS,
         "BLOCK_K": width,
-        "STAGES": 4,
         "EVEN": query.in_features % width == 0,
-        "EARLY": early,
-        "LINES": power_of_two(max(1, min(share, lines))),
         "num_warps": 4,
+        "num_stages": 1,
     }
 
 
@@ -51,7 +42,7 @@ class TritonLinear(LinearImpl):
         launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
         self._dtype = getattr(torch, query.dtype)
         self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
-        self._row = {**row_options(query, runtime.info.units), **launch}
+        self._row = {**row_options(query), **launch}
         self._grid = (triton.cdiv(query.out_features, self._row["BLOCK_N"]),)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
