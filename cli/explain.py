@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headrace.cli.configure import configure, find_device
 from headrace.cli.errors import CliError
 from headrace.cli.facts import (
     kv_arithmetic,
@@ -23,7 +24,7 @@ from headrace.cli.facts import (
     quantization,
     why,
 )
-from headrace.cli.prepare import Plan, configure, decide, prepare
+from headrace.cli.prepare import Plan, decide, prepare
 from headrace.engine.config.flag import Given
 from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.kv_cache.plan import KVPlanError, choose_context, item_bytes
@@ -35,7 +36,8 @@ STATUS_STYLE = {"yes": "green", "unverified": "yellow", "no": "red"}
 
 
 def run(model: str, given: Sequence[Given], config: str, as_json: bool) -> None:
-    plan = prepare(configure(model, given, config), described=True)
+    settings = configure(model, given, config)
+    plan = prepare(settings, find_device(settings, described=True))
     decisions = decide(plan)
     facts = _facts(plan)
     if as_json:

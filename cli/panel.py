@@ -21,6 +21,7 @@ from headrace.engine.text.fast import FastTokenizer
 
 # Engine phase -> its name in the panel; phases of one name are added.
 PHASE_NAMES = {
+    "import": "libraries",
     "open": "device",
     "load": "weights",
     "measure": "memory",
@@ -36,7 +37,7 @@ def show(
 ) -> None:
     """Print the panel to standard output: framed on a terminal, "name: text" lines elsewhere.
 
-    `settled`: seconds from the process's start to the start of the engine.
+    `settled`: seconds from the process's start until it was known what to run.
     """
     rows = facts(plan, info, url_of(sock), tokenizer, settled)
     if not sys.stdout.isatty():
@@ -112,9 +113,9 @@ def kernels(selection: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _times(phases: Mapping[str, float], settled: float, total: float) -> str:
-    """Total and its parts; what no phase counts is the engine process's own start."""
+    """Total and its parts; what no phase counts is the rest of the engine process's imports."""
     named: dict[str, float] = {"settings": settled}
-    named["process"] = max(0.0, total - settled - sum(phases.values()))
+    named["libraries"] = max(0.0, total - settled - sum(phases.values()))
     for phase, seconds in phases.items():
         name = PHASE_NAMES.get(phase, phase)
         named[name] = named.get(name, 0.0) + seconds

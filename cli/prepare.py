@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.cli.errors import CliError
-from headrace.engine.config import env
-from headrace.engine.config.flag import Given
-from headrace.engine.config.names import all_spellings
 from headrace.engine.config.resolve import (
     ConfigError,
     merge_defaults,
-    resolve,
     source_of,
 )
 from headrace.engine.config.settings import PLATFORM, EngineConfig
@@ -30,12 +26,8 @@ from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.device import DeviceInfo
-from headrace.platforms.platform import Default
 from headrace.platforms.probe import (
-    PlatformError,
     ResolvedPlatform,
-    describe_device,
-    resolve_device,
 )
 from headrace.platforms.queries import SampleQuery
 from headrace.platforms.registry import (
@@ -58,8 +50,13 @@ class Plan:
     files: ModelFiles
     spec: ModelSpec
     found: ResolvedPlatform
-    present: bool  # False: the device is described, not here
     warnings: tuple[str, ...]
+
+    @property
+    def present(self) -> bool:
+        """False: the device is described, not here."""
+        part = self.config.device.device.partition(":")[2]
+        return not part or part.isdigit()
 
     @property
     def device(self) -> DeviceInfo:
@@ -71,42 +68,20 @@ class Plan:
         return self.config.model.dtype if chosen == "auto" else chosen
 
 
-def configure(model: str, given: Sequence[Given], file: str) -> EngineConfig:
-    """Settings from the MODEL argument, flags, the YAML file and the environment's key."""
-    rows = list(given)
-    if model:
-        rows.append(Given(all_spellings()["--model"].flag, model, "argument MODEL"))
-    try:
-        config = resolve(rows, file)
-        key = env.read(env.API_KEY)
-        if key:
-            default = Default((key,), "kept out of the process list")
-            config = merge_defaults(
-                config, {"server.api_keys": default}, f"environment {env.API_KEY.name}"
-            )
-    except ConfigError as error:
-        raise CliError(str(error)) from None
-    if source_of(config, "model.model") is None:
-        raise CliError("no model; example: headrace serve demo")
-    return config
-
-
 def prepare(
-    config: EngineConfig, *, described: bool = False, progress: Progress | None = None
+    config: EngineConfig, found: ResolvedPlatform, progress: Progress | None = None
 ) -> Plan:
-    """Everything up to the first weight. `described`: --device may name hardware that is not here.
+    """Everything up to the first weight, on the device that was found.
 
     `progress(done, total, text)` is called while a model is downloaded. Raises CliError.
     """
+    platform, device = found.platform, found.device
     try:
-        name = config.device.device
-        found = describe_device(name) if described else resolve_device(name)
-        platform, device = found.platform, found.device
         files = resolve_model(config.model, progress)
         spec = read_spec(files, config.model.hf_overrides)
         proposals = platform.defaults(model_shape(spec), device)
         config = merge_defaults(config, proposals, PLATFORM + platform.name)
-    except (PlatformError, ModelError, ConfigError) as error:
+    except (ModelError, ConfigError) as error:
         raise CliError(str(error)) from None
     asked = config.model.max_model_len
     if spec.max_position and asked > spec.max_position:
@@ -120,8 +95,7 @@ def prepare(
     if errors:
         raise CliError(errors[0], details="\n".join(errors[1:]))
     warnings = tuple(problem.text for problem in problems if problem.level == "warning")
-    present = not described or name.partition(":")[2].isdigit() or ":" not in name
-    return Plan(config, files, spec, found, present, warnings)
+    return Plan(config, files, spec, found, warnings)
 
 
 def decide(plan: Plan) -> list[Decision]:

@@ -1,7 +1,7 @@
 """`headrace serve`: from the command line to a running server, quickest part first.
 
-The engine process starts as soon as it is known what to run; this process imports the web server and builds the
-tokenizer while the engine loads.
+The engine process starts as soon as the device is known and loads its libraries while this process finds the model;
+this process imports the web server and builds the tokenizer while the engine loads the weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from headrace.cli.configure import configure, find_device
 from headrace.cli.errors import RUNTIME, CliError
-from headrace.cli.prepare import Plan, configure, decide, prepare
 from headrace.cli.progress import DownloadBar, StartBar, process_seconds
 from headrace.engine.config.flag import Given
 from headrace.engine.config.settings import EngineConfig
-from headrace.engine.ipc.launch import EngineProcess, launch_engine
+from headrace.engine.ipc.launch import EngineProcess, start_engine
 from headrace.engine.server.sockets import BindError, bind, close
 from headrace.engine.weights.source import ModelError
+from headrace.platforms.probe import ResolvedPlatform
+
+if TYPE_CHECKING:
+    from headrace.cli.prepare import Plan
 
 QUIET = ("warning", "error")  # log levels without a panel
 
@@ -32,14 +37,13 @@ def run(model: str, given: Sequence[Given], config_file: str) -> None:
     _set_up_logging(config)
     sock = _bind(config)
     try:
-        with DownloadBar() as bar:
-            plan = prepare(config, progress=bar.update)
-        decide(plan)
-        for warning in plan.warnings:
-            print(f"headrace: warning: {warning}", file=sys.stderr)
-        settled = process_seconds()
-        engine = launch_engine(plan.config, plan.files, plan.device, spec=plan.spec)
-        code = _serve(plan, sock, engine, settled)
+        found = find_device(config)
+        engine = start_engine(config, found.device)
+        try:
+            code = _serve(_plan(config, found), sock, engine)
+        except BaseException:
+            engine.stop()
+            raise
     finally:
         close(sock, config.server)
     if code:
@@ -51,8 +55,22 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess, settled: float) -> int:
+def _plan(config: EngineConfig, found: ResolvedPlatform) -> Plan:
+    """All that can be known before weights are read; mistakes end here."""
+    from headrace.cli.prepare import decide, prepare
+
+    with DownloadBar() as bar:
+        plan = prepare(config, found, bar.update)
+    decide(plan)
+    for warning in plan.warnings:
+        print(f"headrace: warning: {warning}", file=sys.stderr)
+    return plan
+
+
+def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess) -> int:
     """Everything that takes time to import is imported here, while the engine loads."""
+    engine.boot(plan.config, plan.files, plan.device, plan.spec)
+    settled = process_seconds()
     try:
         from headrace.engine.ipc.messages import EngineReady
         from headrace.engine.ipc.zmq_client import ZmqEngineClient
@@ -60,11 +78,8 @@ def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess, settled: floa
         from headrace.engine.text.load import load_tokenizer
 
         tokenizer = load_tokenizer(plan.files, plan.config.model.chat_template)
-    except BaseException as error:
-        engine.stop()
-        if isinstance(error, ModelError):
-            raise CliError(str(error)) from None
-        raise
+    except ModelError as error:
+        raise CliError(str(error)) from None
     client = ZmqEngineClient(engine.address, engine)
     failures = _StartFailures()
     logging.getLogger("headrace.server").addFilter(failures)

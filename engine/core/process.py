@@ -1,15 +1,17 @@
-"""The engine process: `python -m headrace.engine.core.process --boot-fd N`.
+"""The engine process: `python -m headrace.engine.core.process --boot-fd N [--preload MODULE]`.
 
-Started by engine/ipc/launch.py. Exit code 0 after an orderly stop, 1 after a failure, which clients are told of in an
-EngineFailed first. It ends when its parent does. SIGINT and SIGTERM are ignored: terminals send them to a whole process
-group and service managers to every process of a service, while only the API process knows whether requests are to be
-finished first. What stops the engine is a message of its parent, STOP_SIGNAL, or the parent's end.
+The module is imported while the parent still finds out what to run. Started by engine/ipc/launch.py. Exit code 0
+after an orderly stop, 1 after a failure, which clients are told of in an EngineFailed first. It ends when its parent
+does. SIGINT and SIGTERM are ignored: terminals send them to a whole process group and service managers to every
+process of a service, while only the API process knows whether requests are to be finished first. What stops the
+engine is a message of its parent, STOP_SIGNAL, or the parent's end.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -38,8 +40,8 @@ _ORPHAN_SECONDS = 10.0
 _EXPECTED = (WorkerFailed, KVPlanError, ModelError)
 
 
-class _Stopped(Exception):
-    """STOP_SIGNAL came while the engine was starting."""
+class _Stopped(BaseException):
+    """STOP_SIGNAL came while the engine was starting. Nobody's `except Exception` is meant to hold it up."""
 
 
 class _Signals:
@@ -103,9 +105,13 @@ def _run(boot: Boot, server: EngineServer, signals: _Signals) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.engine.core.process", allow_abbrev=False)
     parser.add_argument("--boot-fd", type=int, required=True)
+    parser.add_argument("--preload", default="")
     arguments = parser.parse_args(argv)
     signals = _Signals()
     try:
+        if arguments.preload:
+            with contextlib.suppress(Exception):  # whoever needs it tries again and says why
+                importlib.import_module(arguments.preload)
         boot = read_boot(arguments.boot_fd)
         level = logging.getLevelName(boot.config.server.log_level.upper())
         logging.basicConfig(

@@ -22,6 +22,9 @@ from headrace.engine.weights.source import ModelFiles
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.probe import load_platform
 
+# What takes longest to import in an engine process whose worker lives there.
+_WORKER = "headrace.engine.workers.serve"
+
 # Unix socket paths end at 107 bytes; a longer temporary folder gives way to /tmp.
 _MAX_FOLDER = 80
 
@@ -32,8 +35,13 @@ class EngineProcess:
     `fileno` is readable once it has ended, so that an event loop can wait for that.
     """
 
-    def __init__(self, popen: subprocess.Popen[bytes], address: str) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], address: str, boot_fd: int, executor: str
+    ) -> None:
         self._popen = popen
+        self._boot_fd = boot_fd
+        self._executor = executor
+        self._booted = False
         self.address = address  # ZeroMQ endpoint
         self._ended = threading.Event()
         self._read_fd, self._write_fd = os.pipe()
@@ -45,6 +53,19 @@ class EngineProcess:
         self._ended.set()
         with contextlib.suppress(OSError):
             os.write(self._write_fd, b"x")
+
+    def boot(
+        self,
+        config: EngineConfig,
+        files: ModelFiles,
+        device: DeviceInfo,
+        spec: ModelSpec | None = None,
+    ) -> None:
+        """Say what to run; once. `spec` saves reading the files again."""
+        self._booted = True
+        boot = Boot(self.address, config, files, device, spec, self._executor)
+        with contextlib.suppress(BrokenPipeError):  # it ended already: whoever waits sees that
+            write_boot(self._boot_fd, boot)
 
     @property
     def pid(self) -> int:
@@ -75,6 +96,8 @@ class EngineProcess:
     def stop(self, timeout: float = 10.0) -> int:
         """Terminate, kill what is still there after `timeout` seconds; the exit code."""
         self.terminate()
+        if not self._booted:  # it holds nothing yet, and importing may keep it from hearing
+            self.kill()
         if self.wait(timeout) is None:
             self.kill()
         code = self.wait()
@@ -82,28 +105,29 @@ class EngineProcess:
         return code
 
 
-def launch_engine(
+def start_engine(
     config: EngineConfig,
-    files: ModelFiles,
     device: DeviceInfo,
     *,
-    spec: ModelSpec | None = None,
     environment: Mapping[str, str] | None = None,
     executor: str = "",
 ) -> EngineProcess:
-    """Start the engine process for a model and a device; returns at once. Standard error is inherited.
+    """Start an engine process for a device; returns at once. Standard error is inherited.
 
-    `spec` saves reading the files again. `executor` names another factory of workers, "module:function".
-    `environment` is put over this process's own and over what the platform wants. PlatformError when the device's
-    platform is not installed.
+    It loads its libraries and waits for `boot`. Of `config` only the user's device settings are needed yet.
+    `executor` names another factory of workers, "module:function". `environment` is put over this process's own and
+    over what the platform wants. PlatformError when the device's platform is not installed.
     """
-    wanted = {} if executor else _worker_environment(config, device)
+    inproc = not executor and _inproc(config)
+    wanted = _worker_environment(config, device) if inproc else {}
     folder = _private_folder()
     address = f"ipc://{folder}/engine"
     read_fd, write_fd = os.pipe()
     # -m puts the current folder on the path: a stray numpy.py there must not be imported.
     child = child_environment(**{"PYTHONSAFEPATH": "1", **wanted, **(environment or {})})
     command = [sys.executable, "-m", "headrace.engine.core.process", "--boot-fd", str(read_fd)]
+    if inproc:
+        command += ["--preload", _WORKER]
     try:
         # A session of its own: a terminal's Ctrl-C is for the API process, even before the engine could ignore it.
         popen = subprocess.Popen(
@@ -119,20 +143,20 @@ def launch_engine(
         raise
     finally:
         os.close(read_fd)
-    process = EngineProcess(popen, address)
+    process = EngineProcess(popen, address, write_fd, executor)
     weakref.finalize(process, _clean_up, folder, write_fd)
-    with contextlib.suppress(BrokenPipeError):  # it ended already: whoever waits for it sees that
-        write_boot(write_fd, Boot(address, config, files, device, spec, executor))
     return process
 
 
+def _inproc(config: EngineConfig) -> bool:
+    """Whether the worker lives in the engine process; workers of their own are their executor's business."""
+    return config.device.worker != "process" and config.device.tensor_parallel_size == 1
+
+
 def _worker_environment(config: EngineConfig, device: DeviceInfo) -> Mapping[str, str]:
-    """What a worker that lives in the engine process wants there; workers of their own get it from their executor."""
-    settings = config.device
-    if settings.worker == "process" or settings.tensor_parallel_size > 1:
-        return {}
-    if settings.threads:
-        device = dataclasses.replace(device, units=settings.threads)
+    """What a worker that lives in the engine process wants there."""
+    if config.device.threads:
+        device = dataclasses.replace(device, units=config.device.threads)
     return load_platform(device.platform).worker_env(device, 0, 1)
 
 

@@ -17,7 +17,7 @@ from headrace.engine.config.settings import (
     SchedulerSettings,
 )
 from headrace.engine.core.sampling import SamplingParams
-from headrace.engine.ipc.launch import EngineProcess, launch_engine
+from headrace.engine.ipc.launch import EngineProcess, start_engine
 from headrace.engine.ipc.messages import RequestOutput, Submit
 from headrace.engine.ipc.zmq_client import ZmqEngineClient
 from headrace.engine.models.spec import ModelSpec
@@ -59,14 +59,15 @@ def scripted_config(
 
 
 def launch_scripted(script: Script, config: EngineConfig | None = None) -> EngineProcess:
-    return launch_engine(
-        config or scripted_config(script),
-        FILES,
+    config = config or scripted_config(script)
+    process = start_engine(
+        config,
         DEVICE,
-        spec=scripted_spec(script),
         executor="scripted_executor:make_executor",
         environment={"PYTHONPATH": str(Path(__file__).parent)},
     )
+    process.boot(config, FILES, DEVICE, scripted_spec(script))
+    return process
 
 
 @contextlib.asynccontextmanager

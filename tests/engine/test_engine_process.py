@@ -16,10 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.engine.config.settings import CacheSettings, SchedulerSettings
+from headrace.engine.config.settings import CacheSettings, EngineConfig, SchedulerSettings
 from headrace.engine.ipc.client import EngineDead
+from headrace.engine.ipc.launch import start_engine
 from headrace.engine.ipc.zmq_client import ZmqEngineClient
 from tests.engine.engine_process import (
+    DEVICE,
     collect,
     launch_scripted,
     scripted_config,
@@ -239,6 +241,12 @@ def test_failures_reach_the_client_in_words_and_the_exit_code(script: Script, te
             assert process.wait(10) == 1
 
     asyncio.run(run())
+
+
+def test_an_engine_that_was_not_told_what_to_run_yet_is_stopped_at_once():
+    waiting = start_engine(EngineConfig(), DEVICE, executor="nobody:needed")
+    assert waiting.wait(0.5) is None
+    assert waiting.stop(5) == -signal.SIGKILL
 
 
 def test_failure_before_the_client_connects_is_still_told():

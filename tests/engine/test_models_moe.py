@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.cli.prepare import configure, decide, prepare
+from headrace.cli.configure import configure, find_device
+from headrace.cli.prepare import decide, prepare
 from headrace.engine.config.flag import Given
 from headrace.engine.config.names import all_spellings
 from headrace.engine.layers.moe import Experts
@@ -295,7 +296,8 @@ def test_explain_knows_the_blocks(quantized: tuple[Path, Tiny]) -> None:
     path, _ = quantized
     flags = {"--device": "cpu", "--weights": "blocks", "--dtype": "float32"}
     given = [Given(all_spellings()[name].flag, text, "test") for name, text in flags.items()]
-    plan = prepare(configure(str(path), given, ""), described=True)
+    config = configure(str(path), given, "")
+    plan = prepare(config, find_device(config, described=True))
     told = [(d.op, d.query, d.chosen) for d in decide(plan) if d.op in ("fused_experts", "linear")]
     source = open_source(gguf_files("m", path))
     _, ctx = model_on_blocks(source)
