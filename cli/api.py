@@ -64,6 +64,9 @@ class Api:
         """Names the server answers to."""
         return [row["id"] for row in self._json("GET", "/v1/models")["data"]]
 
+    def get(self, path: str) -> dict[str, Any]:
+        return self._json("GET", path)
+
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._json("POST", path, body)
 

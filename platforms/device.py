@@ -107,5 +107,9 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def allocator(self) -> DeviceAllocator: ...
 
+    def read_bandwidth(self) -> float:
+        """Bytes a second that all units together read from memory, measured now; 0 = not known."""
+        return 0.0
+
     @abstractmethod
     def close(self) -> None: ...

@@ -35,6 +35,16 @@ class GraphTraits:
     shares_pool: bool
 
 
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """One op of a captured step, run alone."""
+
+    op: str
+    detail: str  # sizes and storage, "576x1536 Q4_1"
+    weight_bytes: int  # of weights that it reads
+    seconds: float
+
+
 class Graph(ABC):
     @abstractmethod
     def replay(self, host: HostArgs) -> None:
@@ -43,6 +53,10 @@ class Graph(ABC):
     @abstractmethod
     def release(self) -> None:
         """Must be called before the collectives that were captured are closed."""
+
+    def profile(self) -> list[OpTime]:
+        """Replay op by op and say what each one took; empty where ops cannot be told apart."""
+        return []
 
 
 class GraphBackend(ABC):

@@ -221,3 +221,27 @@ def perplexity(
 
     model, file = (model, file) if file else ("", model)
     run.perplexity(run.Target(model, url, key, given), file, (context, stride), json_file)
+
+
+@bench.command(cls=Command)
+@with_flags(_RUN)
+def profile(
+    ctx: typer.Context,
+    model: Model = "",
+    *,
+    url: Url = "",
+    key: Key = "",
+    requests: Annotated[
+        str, typer.Option(metavar="N,N", help="Requests in a step; a table each.")
+    ] = "1,4,16",
+    context: Annotated[int, typer.Option(help="Tokens that each request has.", min=1)] = 256,
+    json_file: JsonFile = "",
+    given: list[Given],
+) -> None:
+    """Where a decode step's time goes, op by op, against the memory's bandwidth.
+
+    [bold]headrace bench profile demo --requests 1,8[/bold]
+    """
+    from headrace.cli.bench import run
+
+    run.profile(run.Target(model, url, key, given), requests, context, json_file)

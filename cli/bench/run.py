@@ -208,3 +208,21 @@ def perplexity(target: Target, file: str, sizes: tuple[int, int], json_file: str
         "characters": len(text),
     }
     _write("bench perplexity", arguments, [found], Output(json_file))
+
+
+def profile(target: Target, requests: str, context: int, json_file: str) -> None:
+    """A table for each number of requests."""
+    from headrace.cli.bench.profile import grouped, summary, table
+
+    results = []
+    with connect(target.model, target.url, target.key, target.given) as (api, _):
+        for count in numbers("--requests", requests):
+            step = api.get(f"/debug/step?requests={count}&context={context}")
+            rows = grouped(step)
+            Console().print(table(step, rows))
+            results.append({**summary(step), "ops": rows})
+    arguments = {
+        "target": target.model or target.url or "the local server",
+        "settings": [f"{row.flag.name}={row.value}" for row in target.given],
+    }
+    _write("bench profile", arguments, results, Output(json_file))

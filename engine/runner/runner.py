@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -276,16 +277,22 @@ class Runner:
             ],
         )
         graphs = DecodeGraphs(self.model, self.runtime, static, warm=self._stream is not None)
-        builder = self._builder
 
         def inputs(size: int) -> StepInputs:
-            plan = self.dummy_plan([1] * size, _GREEDY)
-            self.rows.apply(plan)
-            return builder.build(plan, size, static)
+            return self.inputs(self.dummy_plan([1] * size, _GREEDY), size, static)
 
         with torch.inference_mode(), self.runtime.use_stream(self._stream):
             graphs.capture(sizes, inputs, progress)
         self._graphs = graphs
+
+    def inputs(self, plan: StepPlan, size: int, static: StaticInputs) -> StepInputs:
+        """A dummy plan's inputs, padded to `size`, at fixed addresses: for graphs."""
+        assert self._builder is not None, "init_kv comes first"
+        self.rows.apply(plan)
+        return self._builder.build(plan, size, static)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return self.runtime.use_stream(self._stream)
 
     def reset(self) -> None:
         """Forget every request: rows keep nothing, tables point at the dummy block."""

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from headrace.engine.ipc.client import EngineDead
 from headrace.engine.ipc.messages import EngineProgress
 from headrace.engine.server.body import read_body
 from headrace.engine.server.chat import chat_answer, chat_frames, check_chat, open_chat
@@ -18,7 +19,7 @@ from headrace.engine.server.completions import (
     completion_frames,
     open_completion,
 )
-from headrace.engine.server.errors import invalid
+from headrace.engine.server.errors import invalid, sentence, unavailable
 from headrace.engine.server.flights import ClientGone
 from headrace.engine.server.generate import Context
 from headrace.engine.server.params import check_token_ids
@@ -234,6 +235,20 @@ async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics where the scraper asks for it."""
     body, content_type = state_of(request).metrics.render(request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": content_type})
+
+
+@router.get("/debug/step")
+async def step(request: Request, requests: int = 1, context: int = 256) -> Response:
+    """Where a decode step of so many requests with so many tokens each spends its time, op by op."""
+    try:
+        found = await state_of(request).client.call(
+            "profile_step", requests=requests, context=context
+        )
+    except EngineDead as error:
+        raise unavailable(sentence(str(error)), "engine_failed") from error
+    except RuntimeError as error:  # the worker's words
+        raise invalid(sentence(str(error)), "requests") from None
+    return json_response(found)
 
 
 @router.get("/debug/selection")

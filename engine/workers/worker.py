@@ -16,6 +16,7 @@ from headrace.engine.core.step import StepPlan
 from headrace.engine.kv_cache.plan import make_kv_plan
 from headrace.engine.models.base import BuildContext, Model
 from headrace.engine.models.registry import build_model
+from headrace.engine.runner.profile import profile_decode
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
 from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
@@ -38,7 +39,7 @@ Report = Callable[[str, float, float, str], None]
 
 
 PHASES = ("open", "load", "measure", "init_kv", "warm_up")
-UTILITIES = ("selection", "reset", "profile")
+UTILITIES = ("selection", "reset", "profile", "profile_step")
 
 
 class Worker:
@@ -170,6 +171,10 @@ class Worker:
         if path:
             taken.export_chrome_trace(f"{path}.{self.setup.rank}" if self.setup.world > 1 else path)
         return taken.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
+
+    def profile_step(self, requests: int, context: int) -> dict[str, Any]:
+        """Where a decode step's time goes, op by op; see runner/profile.py."""
+        return profile_decode(self._runner, requests, context)
 
     def close(self) -> None:
         """Whichever phases were reached."""

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from headrace.platforms.cpu.builds import native_build
+from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 2
+ABI_VERSION = 3
+_READ_BYTES = 1 << 28  # more than the caches hold
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 # GGUF block types the library computes on, and the codes of all storages (abi.h, hr_format)
@@ -113,6 +115,7 @@ def _open(path: Path) -> ctypes.CDLL:
             c_int32,
             (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
         ),
+        "hr_read": (c_int64, (c_void_p, c_void_p, c_int64)),
         "hr_linear_scratch": (c_int64, (c_int32, c_int32, c_int32)),
         "hr_attention_scratch": (c_int64, (c_void_p,)),
     }
@@ -173,22 +176,28 @@ class Tape:
         self._tape = kernels.library.hr_tape_new()
         weakref.finalize(self, kernels.library.hr_tape_free, self._tape).atexit = False
         self.keep: list[Any] = []  # what the recorded pointers point at and nobody else may hold
+        self._said: list[tuple[str, str, int]] = []  # of each op: name, sizes, bytes of weights
+        self._steps: list[int] = []  # the op that each of the library's steps belongs to
 
     def add(self, op: int, args: ctypes.Structure) -> None:
-        if self._kernels.library.hr_tape_add(self._tape, self._kernels.pool, op, byref(args)) < 0:
+        steps = self._kernels.library.hr_tape_add(self._tape, self._kernels.pool, op, byref(args))
+        if steps < 0:
             raise ValueError(f"the native library refused {OPS[op]} with these arguments")
+        self._steps += [len(self._said)] * steps
+        self._said.append((OPS[op], *self._kernels.describe(op, args)))
 
     def run(self) -> None:
         self._kernels.library.hr_tape_run(self._kernels.pool, self._tape)
 
-    def profile(self) -> list[tuple[str, int]]:
-        """(op, nanoseconds) of each step, run one by one."""
-        most = 1 << 14
+    def profile(self) -> list[OpTime]:
+        """What each recorded op took, run one by one."""
+        most = len(self._steps)
         ops, times = (c_int32 * most)(), (c_int64 * most)()
-        count = self._kernels.library.hr_tape_profile(
-            self._kernels.pool, self._tape, ops, times, most
-        )
-        return [(OPS[ops[i]], times[i]) for i in range(min(count, most))]
+        self._kernels.library.hr_tape_profile(self._kernels.pool, self._tape, ops, times, most)
+        seconds = [0.0] * len(self._said)
+        for owner, nanoseconds in zip(self._steps, times, strict=True):
+            seconds[owner] += nanoseconds * 1e-9
+        return [OpTime(*said, took) for said, took in zip(self._said, seconds, strict=True)]
 
 
 class Kernels:
@@ -235,6 +244,25 @@ class Kernels:
             self.tape.add(op, args)
         elif self.library.hr_run(self.pool, op, byref(args)) < 0:
             raise ValueError(f"the native library refused {OPS[op]} with these arguments")
+
+    def describe(self, op: int, args: Any) -> tuple[str, int]:
+        """Sizes and storage of a call in words, and the bytes of weights that it reads."""
+        name = OPS[op]
+        if name == "linear":
+            scheme = next(known for known, code in FORMATS.items() if code == args.format)
+            nbytes = self.library.hr_packed_bytes(args.format, args.n, args.k)
+            return f"{args.k}x{args.n} {scheme}", nbytes
+        if name == "attention":
+            return f"{args.q_heads}/{args.kv_heads} heads of {args.head_dim}", 0
+        return "", 0
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second that the threads together read from memory that no cache holds: the best of three passes."""
+        memory = np.ones(_READ_BYTES, np.uint8)
+        passes = (
+            self.library.hr_read(self.pool, memory.ctypes.data, memory.nbytes) for _ in range(3)
+        )
+        return memory.nbytes / max(min(passes), 1) * 1e9
 
     def pack(self, scheme: str, source: np.ndarray, rows: int, k: int) -> torch.Tensor:
         """source: uint8 [rows, bytes of a stored row] -> the library's panels, uint8, 64-byte aligned."""

@@ -136,6 +136,9 @@ class CpuRuntime(DeviceRuntime):
                 self._graphs = EagerGraphs()
         return self._graphs
 
+    def read_bandwidth(self) -> float:
+        return self.kernels().read_bandwidth() if FEATURE in self.info.features else 0.0
+
     def allocator(self) -> DeviceAllocator:
         return self._allocator
 

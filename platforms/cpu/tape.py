@@ -13,7 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.platforms.batch import HostArgs
 from headrace.platforms.cpu.kernels import Arena, Kernels, Tape
-from headrace.platforms.graph import EagerGraphs, Graph, GraphBackend, GraphKey, GraphTraits
+from headrace.platforms.graph import (
+    EagerGraphs,
+    Graph,
+    GraphBackend,
+    GraphKey,
+    GraphTraits,
+    OpTime,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +73,7 @@ class TapeGraph(Graph):
     def replay(self, host: HostArgs) -> None:
         self._tape.run()
 
-    def profile(self) -> list[tuple[str, int]]:
-        """(op, nanoseconds) of each native step, in order."""
+    def profile(self) -> list[OpTime]:
         return self._tape.profile()
 
     def release(self) -> None:
