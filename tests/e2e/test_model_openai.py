@@ -1,4 +1,4 @@
-"""A real model through the official client: the cases 14, 29, 31, 32, 33, 46, 59, 88, 91, 95 and 120."""
+"""A real model through the official client: the cases 14, 29, 31, 32, 33, 46, 59, 85, 88, 91, 95 and 120."""
 
 from __future__ import annotations
 
@@ -166,6 +166,26 @@ def test_case_59_hot_text_streams_as_it_is(smollm2: ModelServer, seed: int) -> N
     whole = complete(smollm2, "😀 你好", **fields)
     text, reason = streamed(smollm2, "😀 你好", **fields)
     assert (text, reason) == (whole.choices[0].text, whole.choices[0].finish_reason)
+
+
+def test_case_85_system_and_developer(smollm2: ModelServer) -> None:
+    def tokens(*roles: str) -> list[int]:
+        messages = [{"role": role, "content": "Answer in French."} for role in roles]
+        return smollm2.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+
+    assert tokens("developer", "user") == tokens("system", "user") != tokens("user", "user")
+    for roles in (
+        ("developer", "user"),
+        ("user", "system"),
+        ("system", "system", "user"),
+        ("system",),
+    ):
+        answer = smollm2.client.chat.completions.create(
+            model=smollm2.model,
+            messages=[{"role": role, "content": "Be brief."} for role in roles],  # type: ignore[misc]
+            max_tokens=1,
+        )
+        assert answer.usage.prompt_tokens > 0
 
 
 def test_case_88_bos_once(smollm2: ModelServer) -> None:

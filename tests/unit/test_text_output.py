@@ -119,6 +119,14 @@ def test_held_text_is_flushed_at_eos(tokenizer):
     assert deltas[-1].stop_reason is None
 
 
+@pytest.mark.parametrize("stop", [(), ["zzz"], ["<mark>"], ["as<"], ["s<mark>", "<eos"]])
+def test_no_control_mark_in_the_text_whatever_the_stop_list(tokenizer, stop):
+    """Case 18: marks are never text, so held text that ends at one comes out whole and without it."""
+    items = outputs([word("ple"), word("as"), MARK, EOS], reason="stop", stop_id=EOS)
+    text, deltas = run(tokenizer, items, stop)
+    assert text == "pleas" and deltas[-1].finish_reason == "stop"
+
+
 def test_stop_token_of_the_user(tokenizer):
     ids = [word("DEF"), word("J")]
     shown, deltas = run(tokenizer, outputs(ids, reason="stop", stop_id=word("J")))
