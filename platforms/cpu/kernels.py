@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from headrace.platforms.cpu.builds import native_build
+from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.graph import OpTime
 
 ABI_VERSION = 3
@@ -218,6 +219,7 @@ class Kernels:
         self.tape: Tape | None = None  # set while a step is captured
         self.arena: Arena | None = None
         self._scratch: dict[str, np.ndarray] = {}
+        self._placement = Placement.here()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result: of fixed address during a capture."""
@@ -268,6 +270,7 @@ class Kernels:
         """source: uint8 [rows, bytes of a stored row] -> the library's panels, uint8, 64-byte aligned."""
         code = FORMATS[scheme]
         packed = aligned_bytes(self.library.hr_packed_bytes(code, rows, k))
+        self._placement.spread(packed)
         source = np.ascontiguousarray(source)
         status = self.library.hr_pack(
             self.pool,

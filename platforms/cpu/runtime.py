@@ -15,6 +15,7 @@ from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
 from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.hardware import Hardware
+from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import EagerGraphs, GraphBackend
 
@@ -44,7 +45,9 @@ class CpuAllocator(DeviceAllocator):
     def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
         # numpy asks the C library for zeroed memory, which for large sizes means untouched pages;
         # torch.zeros would write them, torch.empty may hand out recycled memory with NaN in it.
-        memory = torch.from_numpy(np.zeros(nbytes, np.uint8))
+        pages = np.zeros(nbytes, np.uint8)
+        Placement.here().spread(pages)
+        memory = torch.from_numpy(pages)
         self._held.setdefault(tag, []).append(memory)
         return memory
 
