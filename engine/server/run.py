@@ -21,6 +21,7 @@ from headrace.engine.config.settings import EngineConfig
 from headrace.engine.ipc.client import EngineClient, EngineDead
 from headrace.engine.ipc.messages import EngineReady
 from headrace.engine.server.app import create_app
+from headrace.engine.server.connection import Connection
 from headrace.engine.server.defaults import read_defaults
 from headrace.engine.server.errors import ApiError, sentence, unavailable
 from headrace.engine.server.names import ModelNames
@@ -222,12 +223,12 @@ def _http_config(state: ServerState) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").addFilter(_not_broken_stream)
     return uvicorn.Config(
         create_app(state),
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         loop="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # its warnings are about what clients send, who could fill a log with them
         access_log=False,
         server_header=False,
         proxy_headers=False,
