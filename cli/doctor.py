@@ -121,7 +121,9 @@ def _advice(packages: Iterable[dict[str, Any]]) -> Iterable[str]:
 def _problems(platforms: Iterable[Finding]) -> Iterable[str]:
     """What each device's platform says of a start with nothing but defaults."""
     for row in platforms:
-        for device in row.devices if row.platform else ():
+        if row.platform is None:
+            continue
+        for device in row.devices:
             for problem in row.platform.check(EngineConfig(), device):
                 yield f"{device.spec}: {problem.text}"
 

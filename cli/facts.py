@@ -30,7 +30,9 @@ def quantization(plan: Plan) -> list[tuple[str, str]]:
         return []
     shapes, schemes = tensor_shapes(plan.spec), blocks(plan)
     counts = Counter(schemes[name] for name in shapes if name in schemes)
-    text = ", ".join(f"{scheme} for {count}" for scheme, count in counts.most_common()) + " matrices"
+    text = (
+        ", ".join(f"{scheme} for {count}" for scheme, count in counts.most_common()) + " matrices"
+    )
     rest = left_float(shapes, schemes)
     if rest:
         text += f"; {len(rest)} stay in {plan.config.model.dtype} ({rest[0]}, ...)"

@@ -48,7 +48,7 @@ class _Rows:
 
     def __init__(self, stack: TensorHandle, piece: Piece):
         self.name, self.scheme = piece.name, stack.scheme
-        self.shape = (piece.rows, stack.shape[-1])
+        self.shape: tuple[int, ...] = (piece.rows, stack.shape[-1])
         self._stack, self._first = stack, piece.first
 
     def read(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headrace.engine.models.spec import ModelSpec, RopeSpec
@@ -323,13 +324,13 @@ def _rope(c: Config, given: Config, theta: float, head_dim: int) -> RopeSpec:
     theta = float(scaling.pop("rope_theta", None) or theta)
     partial = scaling.pop("partial_rotary_factor", None) or c.get("partial_rotary_factor") or 1.0
     rotary = int(head_dim * partial)
-    spec = {"theta": theta, "rotary_dim": 0 if rotary == head_dim else rotary}
+    spec = RopeSpec(theta=theta, rotary_dim=0 if rotary == head_dim else rotary)
     if kind == "default":
-        return RopeSpec(**spec)
+        return spec
     scaling["rope_type"] = kind
     _complete_scaling(c, scaling)
     _check_scaling(scaling, rotary)
-    return RopeSpec(**spec, scaling=scaling)
+    return replace(spec, scaling=scaling)
 
 
 def _complete_scaling(c: Config, scaling: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def test_nothing_to_quantize_is_refused():
 
 def test_no_kernel_is_refused():
     queries = [LinearQuery(64, 64, "bfloat16"), EmbeddingQuery(99, 64, "bfloat16", "Q8_0")]
-    with pytest.raises(ModelError, match="--quantization q4 has no kernel.* on cpu:0"):
+    with pytest.raises(ModelError, match=r"--quantization q4 has no kernel.* on cpu:0"):
         refuse_without_kernel("q4", queries, "cpu:0")
     refuse_without_kernel("", queries, "cpu:0")
     refuse_without_kernel("q4", [LinearQuery(64, 64, "bfloat16", "Q4_0")], "cpu:0")
