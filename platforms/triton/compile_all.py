@@ -106,7 +106,7 @@ def _rows(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
         for name in ("rms_norm_kernel", "add_rms_norm_kernel"):
             kernel = getattr(norms, name)
             yield Variant(f"{name} {short} {width}", kernel, pointers, scalars, options)
-    runtime = _Runtime(pdl)
+    runtime: Any = _Runtime(pdl)
     for size, part in ((128, 128), (64, 64), (256, 256), (128, 64)):
         for neox in (True, False):
             turn = rotary.Rotary(RotaryQuery(size, part, dtype, neox), runtime)
@@ -192,7 +192,9 @@ def _assembled(ptx: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--arch", default="sm_90", choices=sorted(SHARED))
     parser.add_argument("--most-spills", type=int, default=64, help="bytes a variant may spill")
     parser.add_argument("--only", default="", help="variants whose name holds this text")
@@ -206,7 +208,9 @@ def main() -> int:
             used = compile_variant(variant, asked.arch)
         except Exception as error:  # one that does not compile is a finding, and so are the others
             bad += 1
-            print(f"{variant.name:50} FAILED: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            print(
+                f"{variant.name:50} FAILED: {type(error).__name__}: {str(error).splitlines()[:1]}"
+            )
             continue
         over = used.spills > asked.most_spills or used.shared > SHARED[asked.arch]
         bad += over

@@ -55,7 +55,7 @@ def test_long_and_many(make, runtime, dtype):
     """Contexts of thousands of tokens, a batch of 64, prompts of several tiles: what the cases are too small for."""
     _, query = queries.attention(32, 8, 128, dtype)
     requests = Requests(
-        tuple((n, 1) for n in range(900, 5000, 130)) + ((3000, 700), (1025, 1025), (4096, 3))
+        (*((n, 1) for n in range(900, 5000, 130)), (3000, 700), (1025, 1025), (4096, 3))
     )
     draw = cases._Draw(runtime.device, 3)
     results = []

@@ -1,6 +1,6 @@
 """Run one group of the kernels' queries in Triton's interpreter; a line for each that is wrong, exit code 1.
 
-    TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention DTYPE
+TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention DTYPE
 """
 
 from __future__ import annotations
