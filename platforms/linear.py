@@ -25,7 +25,11 @@ class LinearImpl(ABC):
 
     @abstractmethod
     def pack(self, weight: Any, bias: torch.Tensor | None) -> Any:
-        """Once after load: w [out, in] (a tensor, or raw blocks for a quantized scheme) -> the kernel's own layout."""
+        """Once after load: w [out, in] -> the kernel's own layout.
+
+        A tensor, or for a quantized scheme the stored rows, uint8 [out, bytes of a row]. Where these have an attribute
+        `drop`, `drop(first, stop)` says which rows will not be read again, so that they need no memory meanwhile.
+        """
 
     @abstractmethod
     def __call__(

@@ -151,8 +151,14 @@ def stored_blocks(
     for part in parts:
         stored = tensors[f"{part.name}.weight"].blocks(part.rows)
         low, high = (at * stored.shape[1] // in_features for at in (cols.start, cols.stop))
-        pieces.append(stored[:, low:high])
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        pieces.append(stored if high - low == stored.shape[1] else stored[:, low:high])
+    if len(pieces) == 1:
+        return pieces[0]
+    joined = np.concatenate(pieces)
+    for piece in pieces:
+        if drop := getattr(piece, "drop", None):
+            drop(0, len(piece))
+    return joined
 
 
 class RowParallelLinear(Linear):

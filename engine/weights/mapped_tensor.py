@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,6 +23,13 @@ PLAIN = {
 }
 # Values read between two releases of what was read, where rows need no gathering.
 _SPAN = 1 << 22
+
+
+class MappedBlocks(np.ndarray):
+    """Stored rows in a mapped file. `drop(first, stop)` takes rows that will not be read again out of memory (reading
+    them all the same brings them back): a kernel that packs from them then never holds both whole."""
+
+    drop: Callable[[int, int], None] | None = None  # on what `blocks` returns, not on its slices
 
 
 class MappedTensor:
@@ -62,11 +70,16 @@ class MappedTensor:
         return whole[torch.from_numpy(self._order[rows or slice(None)])]
 
     def blocks(self, rows: slice | None = None) -> NDArray[np.uint8]:
-        """Stored rows [rows, bytes a row]: a view of the file, or a copy where rows are stored in another order."""
+        """Stored rows [rows, bytes a row]: MappedBlocks, or a copy where rows are stored in another order."""
         if self._kind.name in PLAIN:
             raise no_blocks(self.name, self.scheme)
         picked = rows or slice(None)
-        return self._raw[picked if self._order is None else self._order[picked]]
+        if self._order is not None:
+            return self._raw[self._order[picked]]
+        view = self._raw[picked].view(MappedBlocks)
+        start = picked.indices(len(self._raw))[0]
+        view.drop = lambda first, stop: self._release(start + first, stop - first)
+        return view
 
     def _read(
         self, dtype: torch.dtype, order: NDArray[np.intp] | None, rows: slice, cols: slice

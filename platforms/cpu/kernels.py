@@ -19,6 +19,10 @@ from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.graph import OpTime
 
 ABI_VERSION = 3
+_PACK_BYTES, _ROWS = (
+    1 << 23,
+    256,
+)  # stored rows packed at once: about so many bytes, a multiple of so many
 _READ_BYTES = 1 << 28  # more than the caches hold
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -271,17 +275,15 @@ class Kernels:
         code = FORMATS[scheme]
         packed = aligned_bytes(self.library.hr_packed_bytes(code, rows, k))
         self._placement.spread(packed)
-        source = np.ascontiguousarray(source)
-        status = self.library.hr_pack(
-            self.pool,
-            code,
-            source.ctypes.data,
-            source.nbytes // rows,
-            packed.ctypes.data,
-            rows,
-            k,
-            0,
-        )
-        if status < 0:
-            raise ValueError(f"{scheme} weights of {k} columns cannot be packed")
+        drop = getattr(source, "drop", None)  # see platforms/linear.py
+        step = max(_PACK_BYTES // source.shape[1] // _ROWS, 1) * _ROWS
+        for first in range(0, rows, step):
+            part = np.ascontiguousarray(source[first : first + step])
+            status = self.library.hr_pack(
+                self.pool, code, part.ctypes.data, part.shape[1], packed.ctypes.data, len(part), k, first
+            )  # fmt: skip
+            if status < 0:
+                raise ValueError(f"{scheme} weights of {k} columns cannot be packed")
+            if drop is not None:
+                drop(first, first + len(part))
         return torch.from_numpy(packed)

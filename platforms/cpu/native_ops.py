@@ -139,7 +139,7 @@ class Panels:
 def stored_rows(weight: Any, scheme: str) -> np.ndarray:
     """The weight's bytes, [rows, bytes a row]: a tensor, or raw quantized rows as they lie in a file."""
     if isinstance(weight, np.ndarray):
-        return weight.view(np.uint8).reshape(weight.shape[0], -1)
+        return weight
     weight = weight.contiguous()
     return weight.view(torch.uint8).numpy().reshape(weight.shape[0], -1)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -11,10 +14,11 @@ from gguf import GGMLQuantizationType
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights import dequant
 from headrace.engine.weights.dequant import dequantize_array
-from headrace.engine.weights.ggml_types import READABLE
+from headrace.engine.weights.ggml_types import GGML_TYPES, READABLE
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_source import GGUFSource
 from headrace.engine.weights.mapped_tensor import MappedTensor
+from headrace.engine.weights.mapping import map_file
 from headrace.engine.weights.source import ModelFiles
 
 BLOCK_TYPES = [name for name in READABLE if name not in ("F32", "F16", "BF16")]
@@ -180,3 +184,31 @@ def test_close_while_an_array_looks_at_the_file(tmp_path):
     source.close()
     assert np.array_equal(kept.read(torch.float32).numpy(), values)
     del stored
+
+
+def resident(data: np.ndarray) -> int:
+    """Bytes of this process's memory that lie in the file behind the array."""
+    address, found = data.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (first := line.split()[0]) and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            found = low <= address < high
+        elif found and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_dropped_rows_need_no_memory_and_can_be_read_again(tmp_path):
+    rows, cols = 4096, 1024
+    kind = GGML_TYPES[8]
+    raw = finite_blocks("Q8_0", rows * cols // kind.block, 7)
+    (tmp_path / "raw.bin").write_bytes(raw.tobytes())
+    stored = MappedTensor("w", (rows, cols), kind, map_file(str(tmp_path / "raw.bin")), 0)
+    blocks = stored.blocks(slice(0, 4000))
+    total = int(blocks.sum(dtype=np.int64))
+    before = resident(blocks)
+    blocks.drop(0, 2000)
+    assert resident(blocks) < before - 1900 * blocks.shape[1]
+    assert int(blocks.sum(dtype=np.int64)) == total
+    assert blocks[:, :34].drop is None  # a slice is not whole rows
