@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,10 @@ Send = Callable[[StepResult | FromWorker], None]
 # Failures of a call whose text is a sentence for people. Anything else is a defect and gets its traceback logged.
 _EXPECTED = (ModelError, PlatformError, SelectionError, OSError)
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
+
+
+# How often a running step is asked whether it is ready, while no command comes.
+_POLL_SECONDS = 1e-4
 
 
 class _RankLost(Exception):
@@ -68,11 +73,10 @@ class WorkerLoop:
             self._worker.close()
 
     def _turn(self) -> bool:
-        # A finished step is answered at once; for an unfinished one the loop waits only when nothing can be started.
-        if self._flight and (self._flight[0].ready() or self._commands.empty()):
+        command = self._next()
+        if command is None:
             self._finish()
             return True
-        command = self._commands.get()
         if isinstance(command, StepPlan):
             self._start(command)
             return True
@@ -81,6 +85,18 @@ class WorkerLoop:
         if isinstance(command, Call):
             self._send(self._call(command))
         return not isinstance(command, Close)
+
+    def _next(self) -> Command | None:
+        """The next command; None once the oldest step is ready, which comes first.
+
+        Never a wait for a step alone: the device would be idle while a step that came meanwhile is started.
+        """
+        while self._flight:
+            if self._flight[0].ready():
+                return None
+            with contextlib.suppress(Empty):
+                return self._commands.get(timeout=_POLL_SECONDS)
+        return self._commands.get()
 
     def _start(self, plan: StepPlan) -> None:
         try:

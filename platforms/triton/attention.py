@@ -219,12 +219,12 @@ class TritonAttention(PagedAttention):
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         decode_kernel[(splits, query.kv_heads, plan.decodes)](
             out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
-            *strides, query.scale, SIZE=plan.block_size, SPLITS=splits, **self._decode,
+            *strides, splits, query.scale, SIZE=plan.block_size, **self._decode,
             **self._launch,
         )  # fmt: skip
         if splits > 1:
             combine_kernel[(plan.decodes, query.q_heads)](
-                out, partial, lse, out.stride(0), out.stride(1), DV=query.v_head_dim,
-                SPLITS=splits, S_PAD=splits, DV_PAD=self._decode["DV_PAD"], num_warps=4,
+                out, partial, lse, splits, out.stride(0), out.stride(1), DV=query.v_head_dim,
+                S_PAD=MOST_SPLITS, DV_PAD=self._decode["DV_PAD"], num_warps=4,
                 **self._launch,
             )  # fmt: skip

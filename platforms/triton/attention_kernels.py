@@ -2,6 +2,7 @@
 
 GROUP query heads share a KV head: a program handles all of them, so that every key and value is read once for the
 whole group. Scores are kept in units of log2(e), where exp2 is the exponential. Sums are float32.
+What changes from step to step is never a compile-time constant: a step must not wait for a compiler.
 Whatever lies in a cache behind a sequence's end is masked when it is loaded: NaN in it reaches nothing.
 """
 
@@ -16,7 +17,7 @@ from headrace.platforms.triton.launch import after_previous, let_next_start
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head,
     k_block, k_run, k_slot, v_block, v_run, v_slot,
@@ -86,7 +87,7 @@ def fold(
     return new_top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
     out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
     o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
@@ -144,20 +145,20 @@ def prefill_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def decode_kernel(
     out, partial, lse, q, k_cache, v_cache, seq_lens, table, sinks,
     o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
-    table_stride, scale,
+    table_stride, splits, scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Request b, one query token: a program for each of SPLITS parts of its keys.
+    """Request b, one query token: a program for each of `splits` parts of its keys.
 
-    With one part the result goes to `out`; else normalised results go to partial [B, Hq, SPLITS, DV] and the
-    logarithms (to base 2) of their sums to lse [B, Hq, SPLITS].
+    With one part the result goes to `out`; else normalised results go to partial [B, Hq, splits, DV] and the
+    logarithms (to base 2) of their sums to lse [B, Hq, splits].
     """
     split, head = tl.program_id(0), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -167,7 +168,7 @@ def decode_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - begin, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
     start = begin + split * share
     end = tl.minimum(start + share, length)
     row = tl.arange(0, BLOCK_M)
@@ -198,27 +199,27 @@ def decode_kernel(
     inside = live[:, None] & (at < DV)[None, :]
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    if SPLITS == 1:
+    if splits == 1:
         places = out + request * o_token + heads * o_head
         tl.store(places[:, None] + at[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
-        part = (request * tl.num_programs(1) * GROUP + heads) * SPLITS + split
+        part = (request * tl.num_programs(1) * GROUP + heads) * splits + split
         tl.store(partial + part[:, None] * DV + at[None, :], acc, mask=inside)
         logs = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(lse + part, logs, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    out, partial, lse, o_token, o_head, DV: tl.constexpr, SPLITS: tl.constexpr,
+    out, partial, lse, splits, o_token, o_head, DV: tl.constexpr,
     S_PAD: tl.constexpr, DV_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query head of one request, weighted by their sums."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     let_next_start(PDL)
     after_previous(PDL)
-    part = (request * tl.num_programs(1) + head) * SPLITS + tl.arange(0, S_PAD)
-    logs = tl.load(lse + part, mask=tl.arange(0, S_PAD) < SPLITS, other=float("-inf"))
+    part = (request * tl.num_programs(1) + head) * splits + tl.arange(0, S_PAD)
+    logs = tl.load(lse + part, mask=tl.arange(0, S_PAD) < splits, other=float("-inf"))
     weights = tl.exp2(logs - tl.max(logs, axis=0))
     at = tl.arange(0, DV_PAD)
     mask = (weights > 0)[:, None] & (at < DV)[None, :]

@@ -69,7 +69,7 @@ def variants(pdl: bool) -> Iterator[Variant]:
 
 
 def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
-    names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride"
+    names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
     caches = dict.fromkeys(("out", "q", "k_cache", "v_cache"), short)
     integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table"), "i32")
@@ -80,11 +80,9 @@ def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
         common = (pointers, scalars)
         chosen = {**attention.prefill_options(query), "SIZE": 32}
         yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
-        for splits in (1, 16):
-            chosen = {**attention.decode_options(query), "SIZE": 32, "SPLITS": splits, "PDL": pdl}
-            kernel = attention_kernels.decode_kernel
-            yield Variant(f"decode/{splits} {label}", kernel, *common, chosen)
-        chosen = {"SPLITS": 16, "S_PAD": 16, "DV": size, "DV_PAD": power_of_two(size, 16)}
+        chosen = {**attention.decode_options(query), "SIZE": 32, "PDL": pdl}
+        yield Variant(f"decode {label}", attention_kernels.decode_kernel, *common, chosen)
+        chosen = {"S_PAD": attention.MOST_SPLITS, "DV": size, "DV_PAD": power_of_two(size, 16)}
         kernel = attention_kernels.combine_kernel
         yield Variant(f"combine {label}", kernel, *common, {**chosen, "PDL": pdl})
         chosen = {"HEADS": kv_heads, "D": size, "DV": size, "SIZE": 32, "PDL": pdl}
@@ -164,7 +162,7 @@ def compile_variant(variant: Variant, arch: str) -> Resources:
             signature[name] = "constexpr"
             constants[name] = variant.options[name]
             continue
-        if signature[name] != "fp32":
+        if signature[name] != "fp32" and name not in ("table_stride", "splits"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, constants, attributes)
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)

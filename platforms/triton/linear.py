@@ -16,21 +16,22 @@ from headrace.platforms.linear import LinearImpl
 from headrace.platforms.queries import LinearQuery
 from headrace.platforms.triton.linear_kernels import row_kernel
 
-# Elements of a tile: enough that the programs on a multiprocessor together keep its share of the memory busy.
-TILE_ROWS = 4
-TILE_WIDTH = 1024
+# Up to so many rows of weights a program has few rows of its own, so that there are programs for every unit.
+SHORT = 4096
 
 
 def row_options(query: LinearQuery) -> dict[str, Any]:
-    """Compile-time constants of the kernel for one row."""
-    width = TILE_WIDTH // (2 if query.dtype == "float32" else 1)
+    """Compile-time constants of the kernel for one row; what was fastest in benchmarks/cuda/kernels.py."""
+    rows, width, warps = (4, 512, 4) if query.out_features <= SHORT else (2, 1024, 2)
+    if query.dtype == "float32":
+        width //= 2
     return {
         "N": query.out_features,
         "BIAS": query.bias,
-        "BLOCK_N": TILE_ROWS,
+        "BLOCK_N": rows,
         "BLOCK_K": width,
         "EVEN": query.in_features % width == 0,
-        "num_warps": 4,
+        "num_warps": warps,
         "num_stages": 1,
     }
 
