@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,12 +131,13 @@ class CpuRuntime(DeviceRuntime):
     def graphs(self) -> GraphBackend:
         """Tapes of native calls; without the native library there is nothing to record."""
         if self._graphs is None:
+            self._graphs = EagerGraphs()
             if FEATURE in self.info.features:
                 from headrace.platforms.cpu.tape import TapeGraphs
 
-                self._graphs = TapeGraphs(self.kernels())
-            else:
-                self._graphs = EagerGraphs()
+                # A library that does not load has lost every selection already, with the reason in the table.
+                with suppress(OSError):
+                    self._graphs = TapeGraphs(self.kernels())
         return self._graphs
 
     def read_bandwidth(self) -> float:
