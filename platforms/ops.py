@@ -224,9 +224,17 @@ class Ops:
         return self._bound[key]
 
     def can(self, op: str, query: Any) -> bool:
-        """Whether `bind` would find an implementation, without loading one."""
+        """Whether `bind` would find an implementation that loads; nothing is recorded."""
         try:
-            select(op, query, self.device, self.registry, self.policy)
+            contract = contract_of(op)
+            select(
+                op,
+                query,
+                self.device,
+                self.registry,
+                self.policy,
+                load=lambda row: self._make(contract, row, query),
+            )
         except SelectionError:
             return False
         return True
