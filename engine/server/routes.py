@@ -238,12 +238,16 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/debug/step")
-async def step(request: Request, requests: int = 1, context: int = 256) -> Response:
-    """Where a decode step of so many requests with so many tokens each spends its time, op by op."""
+async def step(request: Request) -> Response:
+    """Where a decode step of `requests` requests with `context` tokens each spends its time, op by op."""
+    sizes = {"requests": 1, "context": 256}
+    for name in sizes:
+        given = request.query_params.get(name, str(sizes[name]))
+        if not (given.isascii() and given.isdigit() and len(given) < 9):
+            raise invalid(f"'{name}' must be a number, not {given[:32]!r}.", name)
+        sizes[name] = int(given)
     try:
-        found = await state_of(request).client.call(
-            "profile_step", requests=requests, context=context
-        )
+        found = await state_of(request).client.call("profile_step", **sizes)
     except EngineDead as error:
         raise unavailable(sentence(str(error)), "engine_failed") from error
     except RuntimeError as error:  # the worker's words

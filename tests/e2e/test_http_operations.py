@@ -367,6 +367,22 @@ def test_unknown_routes_and_methods(server: Live) -> None:
     assert server.http.head("/health").status_code == 200
 
 
+def test_what_the_worker_says_of_a_profile_is_passed_on(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(self: ScriptedEngine, method: str, **args: Any) -> Any:
+        if args["requests"] > 16:
+            raise RuntimeError("requests must be from 1 to 16")
+        return {"method": method, **args}
+
+    monkeypatch.setattr(ScriptedEngine, "call", call)
+    asked = server.http.get("/debug/step", params={"requests": 3, "context": 50})
+    assert asked.json() == {"method": "profile_step", "requests": 3, "context": 50}
+    assert refused(server.http.get("/debug/step?requests=17"), 400)["param"] == "requests"
+    for query in ("requests=many", "requests=-1", "context=1e3", f"context={'9' * 40}"):
+        refused(server.http.get(f"/debug/step?{query}"), 400, query.partition("=")[0])
+
+
 def test_request_ids(server: Live) -> None:
     given = server.http.get("/health", headers={"X-Request-Id": "mine-1"})
     assert given.headers["x-request-id"] == "mine-1"
