@@ -226,7 +226,7 @@ class Ops:
     def can(self, op: str, query: Any) -> bool:
         """Whether `bind` would find an implementation that loads; nothing is recorded."""
         try:
-            contract = contract_of(op)
+            contract = CONTRACTS[op]
             select(
                 op,
                 query,
