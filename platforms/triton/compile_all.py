@@ -31,6 +31,7 @@ from headrace.platforms.triton import (
     linear_kernels,
     norms,
     rotary,
+    sampling,
 )
 from headrace.platforms.triton.launch import power_of_two
 
@@ -66,6 +67,11 @@ def variants(pdl: bool) -> Iterator[Variant]:
         yield from _attention(dtype, short, pdl)
         yield from _rows(dtype, short, pdl)
         yield from _linear(dtype, short, pdl)
+    numbers = ("logits", "temperatures", "top_ps", "min_ps", "uniforms")
+    pointers = {**dict.fromkeys(numbers, "fp32"), "top_ks": "i32", "ids": "i64"}
+    options = {"BLOCK": sampling.BLOCK, "num_warps": sampling.WARPS}
+    scalars = {"stride": "i32", "V": "i32"}
+    yield Variant("sample", sampling.sample_kernel, pointers, scalars, options)
 
 
 def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:

@@ -59,6 +59,9 @@ def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
 def implementations(source: str, known: Device) -> list[Implementation]:
     """All rows, for the platform named `source`."""
 
+    def samples(query: Any, device: DeviceInfo) -> Verdict:
+        return known(Check(), device).verdict()
+
     def verdict(judge: Callable[[Any, DeviceInfo, Check], Check]) -> Callable[..., Verdict]:
         def supports(query: Any, device: DeviceInfo) -> Verdict:
             check = _dtype(known(Check(), device), query.dtype, device)
@@ -77,6 +80,8 @@ def implementations(source: str, known: Device) -> list[Implementation]:
         ("gelu_and_mul", f"{home}.activations:GeluAndMul", _activation),
         ("gelu_tanh_and_mul", f"{home}.activations:GeluTanhAndMul", _activation),
     )
+    table = [(op, target, verdict(judge)) for op, target, judge in rows]
+    table.append(("sample", f"{home}.sampling:Sample", samples))
     return [
         Implementation(
             op,
@@ -84,9 +89,9 @@ def implementations(source: str, known: Device) -> list[Implementation]:
             target,
             rank=50,
             requires=(Requirement("triton", ">=3.2"),),
-            supports=verdict(judge),
+            supports=supports,
             source=source,
             per_query=True,
         )
-        for op, target, judge in rows
+        for op, target, supports in table
     ]
