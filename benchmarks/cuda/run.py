@@ -52,13 +52,17 @@ def served(model: Path, extra: list[str], log: Path) -> Iterator[tuple[Address, 
             stop(process)
 
 
-def measure(name: str, folder: Path, extra: list[str], log: Path) -> list[dict[str, Any]]:
+def measure(
+    name: str, folder: Path, extra: list[str], log: Path, only: set[int]
+) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     with served(write(name, folder), extra, log) as (where, ready):
         results.append({"model": name, "level": "start", "ready_s": round(ready, 2)})
         print(results[-1], flush=True)
         served_name = httpx.get(f"{where.url}/v1/models").json()["data"][0]["id"]
         for concurrency, prompt, output, requests in LOADS:
+            if only and concurrency not in only:
+                continue
             load = Load(
                 prompt_tokens=prompt,
                 output_tokens=output,
@@ -95,13 +99,15 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the figures to this file")
     parser.add_argument("--log", default="", help="folder for the servers' output")
     parser.add_argument("--commit", default="", help="where the checkout has no git to ask")
+    parser.add_argument("--concurrency", default="", help="only these loads, e.g. 1,256")
     parser.add_argument("extra", nargs="*", help="more options of `headrace serve`, after --")
     asked = parser.parse_args()
+    only = {int(part) for part in asked.concurrency.split(",") if part}
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(asked.log or scratch)
         for name in asked.models.split(","):
-            results += measure(name, Path(scratch), asked.extra, logs / f"{name}.log")
+            results += measure(name, Path(scratch), asked.extra, logs / f"{name}.log", only)
     arguments = {"models": asked.models, "serve": asked.extra}
     report = record("benchmarks.cuda.run", arguments, results)
     report["machine"]["device"] = device()

@@ -1,6 +1,6 @@
 """Run one group of the kernels' queries in Triton's interpreter; a line for each that is wrong, exit code 1.
 
-TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention DTYPE
+TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention|sample DTYPE
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main(group: str, dtype: str) -> int:
     runtime = platform.open(platform.probe()[0])
     # one unit: few programs are enough to fill it, so sequences are not split; many: they are
     wrong = 0
-    asked = {"rows": queries.rows, "attention": queries.attentions}[group](dtype)
+    groups = {"rows": queries.rows, "attention": queries.attentions, "sample": queries.samples}
+    asked = groups[group](dtype)
     for units in (1, 64) if group == "attention" else (1,):
         runtime.info = dataclasses.replace(runtime.info, units=units)
         registry = Registry.with_reference(implementations("test", lambda check, device: check))

@@ -10,6 +10,7 @@ from headrace.platforms.queries import (
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    SampleQuery,
 )
 
 Named = tuple[str, Any]  # op, query
@@ -67,3 +68,7 @@ def wide_attentions(dtype: str) -> list[Named]:
         attention(64, 8, 64, dtype, window=128, sinks=True),
         attention(16, 1, 128, dtype),
     ]
+
+
+def samples(_dtype: str) -> list[Named]:
+    return [("sample", SampleQuery(300, 8))]

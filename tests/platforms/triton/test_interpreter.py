@@ -32,6 +32,7 @@ def missing() -> str:
     [
         ("rows", "float32"),
         ("rows", "float16"),
+        pytest.param("sample", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float16", marks=pytest.mark.slow),
     ],
