@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli import BEGAN
-from headrace.engine.ipc.messages import EngineProgress
+
+if TYPE_CHECKING:
+    from headrace.engine.ipc.messages import EngineProgress
 
 POLL_SECONDS = 0.1
 LINE_SHARE = 0.25  # off a terminal, one line for each quarter of a download

@@ -68,6 +68,16 @@ def test_help_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     assert "Usage:" in done.stdout
 
 
+@pytest.mark.parametrize("module", ["serve", "prepare"])
+def test_nothing_heavy_is_imported_before_the_engine_starts(module: str) -> None:
+    heavy = (*HEAVY, "numpy", "zmq")
+    script = f"import sys, headrace.cli.{module}\nprint([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_has_help(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
