@@ -62,7 +62,9 @@ class Prompts:
 async def prepare(where: Address, model: str, tokens: int, shared: int, seed: str) -> Prompts:
     """Prompts for a server: exact with /tokenize; else the number of words is fitted to the usage it reports."""
     probe = await call(where, "/tokenize", {"model": model, "prompt": "a b c"})
-    if probe is not None and "tokens" in probe:
+    if probe and probe.get(
+        "tokens"
+    ):  # others answer under this path too, with nothing for a field they do not know
         return Prompts(where, model, tokens, shared, seed)
     words = tokens
     for _ in range(4):
