@@ -198,8 +198,6 @@ def _nth(row, V, temperature, key, rank, otherwise, BLOCK: tl.constexpr):
 class Sample:
     """Nothing is read back: every row's filters are decided on the device."""
 
-    fast_greedy = True
-
     def __init__(self, query: SampleQuery, runtime: DeviceRuntime) -> None:
         self._device = runtime.device
 
