@@ -61,7 +61,7 @@ def shape_options(query: AttentionQuery) -> dict[str, Any]:
 
 def decode_options(query: AttentionQuery) -> dict[str, Any]:
     wide = max(query.head_dim, query.v_head_dim) > 128
-    keys, warps, stages = (32, 4, 2) if wide else (64, 4, 3)
+    keys, warps, stages = (32, 4, 2) if wide else (64, 2, 3)
     if query.dtype == "float32":  # products on the ordinary units: all operands sit in registers
         keys, warps, stages = 16, 8, 1
     return {
@@ -76,7 +76,7 @@ def decode_options(query: AttentionQuery) -> dict[str, Any]:
 def prefill_options(query: AttentionQuery) -> dict[str, Any]:
     group = query.q_heads // query.kv_heads
     wide = max(query.head_dim, query.v_head_dim) > 128
-    rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 64, 8, 3)
+    rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 64, 4, 3)
     if query.dtype == "float32":
         rows, keys, warps, stages = 16, 32, 8, 1
     return {
