@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.platform import Platform
 from headrace.platforms.queries import (
@@ -92,6 +93,7 @@ class Scene:
     dtype: str = ""  # "" = the device's preferred one
     self_tests: Mapping[str, SelfTest] = field(default_factory=dict)
     unlinked: frozenset[str] = frozenset()  # implementations whose library is not there
+    versions: Mapping[str, str] = field(default_factory=dict)  # installed distributions
 
 
 def cpu_scenes() -> list[Scene]:
@@ -113,6 +115,21 @@ def cpu_scenes() -> list[Scene]:
         Scene("cpu-without-compiler", platform, bare),
         Scene("cpu-forced", platform, amx, Policy(force={"rms_norm": "reference", "linear": "no"})),
         Scene("cpu-disabled", platform, amx, Policy(disable=frozenset({"torch", "linear=native"}))),
+    ]
+
+
+def cuda_scenes() -> list[Scene]:
+    platform = CudaPlatform()
+    described = {arch: platform.describe(arch) for arch in platform.known_archs()}
+    passed, triton = {"triton": SelfTest(True, "largest error 0.0e+00")}, {"triton": "3.6.0"}
+    hopper = described["sm_90"]
+    return [
+        *(
+            Scene(f"cuda-{arch}", platform, device, self_tests=passed, versions=triton)
+            for arch, device in described.items()
+        ),
+        Scene("cuda-sm_90-float32", platform, hopper, dtype="float32", versions=triton),
+        Scene("cuda-without-triton", platform, hopper),
     ]
 
 
@@ -166,7 +183,7 @@ def table(scene: Scene) -> dict[str, Any]:
                 scene.policy,
                 load=load,
                 self_test=lambda row: scene.self_tests[row.name],
-                versions=lambda distribution: None,
+                versions=scene.versions.get,
             )
             chosen, candidates = decision.chosen, decision.candidates
         except SelectionError as error:
@@ -196,7 +213,7 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "fake_platform" / "src"))
-    scenes = [*cpu_scenes(), *fake_scenes()]
+    scenes = [*cpu_scenes(), *cuda_scenes(), *fake_scenes()]
     for path in GOLDEN.glob("*.json"):
         path.unlink()
     write(scenes)
