@@ -6,6 +6,7 @@ The library (platforms/cpu/native/) has a C interface and knows nothing of torch
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -173,6 +174,35 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
     return memory[start : start + nbytes]
 
 
+class Slabs:
+    """Memory for packed weights, cut from large pieces: numpy asks for huge pages for those (a decode step reads every
+    weight once, and with small pages most of the time would go into finding them). Never given back one by one."""
+
+    SIZE = 32 << 20
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._piece = np.empty(0, np.uint8)
+        self._used = 0
+        self._lock = threading.Lock()  # weights are loaded by several threads
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes], 64-byte aligned, zeroed."""
+        with self._lock:
+            if self._used + nbytes > self._piece.nbytes:
+                if nbytes > self.SIZE // 2:
+                    return self._new(nbytes)
+                self._piece, self._used = self._new(self.SIZE), 0
+            start = self._used
+            self._used = start + nbytes + -nbytes % 64
+            return self._piece[start : start + nbytes]
+
+    def _new(self, nbytes: int) -> np.ndarray:
+        memory = aligned_bytes(nbytes)
+        self._placement.spread(memory)
+        return memory
+
+
 class Tape:
     """Recorded native calls, replayed by one call into the library."""
 
@@ -223,7 +253,7 @@ class Kernels:
         self.tape: Tape | None = None  # set while a step is captured
         self.arena: Arena | None = None
         self._scratch: dict[str, np.ndarray] = {}
-        self._placement = Placement.here()
+        self._weights = Slabs(Placement.here())
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result: of fixed address during a capture."""
@@ -273,8 +303,7 @@ class Kernels:
     def pack(self, scheme: str, source: np.ndarray, rows: int, k: int) -> torch.Tensor:
         """source: uint8 [rows, bytes of a stored row] -> the library's panels, uint8, 64-byte aligned."""
         code = FORMATS[scheme]
-        packed = aligned_bytes(self.library.hr_packed_bytes(code, rows, k))
-        self._placement.spread(packed)
+        packed = self._weights.take(self.library.hr_packed_bytes(code, rows, k))
         drop = getattr(source, "drop", None)  # see platforms/linear.py
         step = max(_PACK_BYTES // source.shape[1] // _ROWS, 1) * _ROWS
         for first in range(0, rows, step):

@@ -9,7 +9,7 @@ namespace hr {
 constexpr int kOwnRows = 4;      // up to here every thread quantizes x for itself: cheaper than one more step
 constexpr int kRowBlock = 512;   // rows that share one dequantized panel
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first.
-constexpr int kTileRows = 5, kTileRowsQuantized = 28;
+constexpr int kTileRows = 5, kTileRowsQuantized = 24;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
 
@@ -169,9 +169,9 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
     }
   }
 #endif
-  // few, large chunks: the memory is read in long runs, and a slow thread still gives some away
-  const int64_t n = panels(a.n);
-  const int chunks = threads == 1 ? 1 : clamp_chunks(n < threads * 6 ? n : threads * 6);
+  // Few rows: large chunks, for the memory is read in long runs. More rows: small ones, so that threads end together.
+  const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? 6 : 16);
+  const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
   if (quantized) {
     int steps = 0;
     if (a.rows > kOwnRows) out[steps++] = {run_quantize, &a, clamp_chunks(a.rows < threads ? a.rows : threads)};

@@ -74,20 +74,21 @@ class Pool {
       return;
     }
     const bool watched = n >= kLong && threads() > 1;
+    const auto from = std::chrono::steady_clock::now();
     waited_ = 0;
     go(steps, n);
-    if (watched) adapt();
+    if (watched) adapt(std::chrono::steady_clock::now() - from);
   }
 
  private:
   // Another program on one of our cores makes the system put a thread aside in the middle of a chunk, and the others
   // wait for it. When that happens in many of the last long runs, one thread fewer is faster; now and then all are tried.
-  void adapt() {
+  void adapt(std::chrono::nanoseconds took) {
     if (resting_ > 0) {
       if (--resting_ == 0) set_active(threads()), recent_ = runs_ = 0;
       return;
     }
-    recent_ += waited_ > kWaitNs;
+    recent_ += waited_ * kHeldUp > took.count();
     if (++runs_ < kWindow) return;
     if (recent_ * 3 > kWindow) {
       set_active(threads() - 1);
@@ -185,7 +186,7 @@ class Pool {
   static constexpr int kLong = 32;            // steps of a run that is worth watching
   static constexpr int kWindow = 32;          // runs looked at together
   static constexpr int kRest = 256;           // runs with one thread fewer before all are tried again
-  static constexpr int64_t kWaitNs = 300000;  // waiting in one run that counts as held up
+  static constexpr int64_t kHeldUp = 4;       // a run that waited for more than a quarter of its time was held up
 
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int> done_{0};

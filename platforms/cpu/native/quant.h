@@ -277,9 +277,14 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
   __m512 total[R];
   for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
   constexpr int kGroups = 32 / GROUP, kSteps = 8 / kGroups;
+  const int64_t share = shape.bytes / shape.blocks;
   for (int64_t b = 0; b < shape.blocks; ++b, data += shape.block_bytes) {
     const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
-    if (b % 4 == 0) _mm_prefetch(reinterpret_cast<const char*>(data + 8 * shape.block_bytes), _MM_HINT_T0);
+    // The panel that follows in memory, as far on as this one: a panel has three streams of a few hundred bytes each,
+    // which the hardware's own prefetcher hardly notices.
+    if constexpr (R <= 4)
+      for (int64_t at = b * share & ~int64_t(63); at < (b + 1) * share; at += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(panel + shape.bytes + at), _MM_HINT_T0);
     for (int g = 0; g < kGroups; ++g) {
       const int64_t index = b * kGroups + g;
       __m512i acc[R];
