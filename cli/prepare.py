@@ -35,6 +35,7 @@ from headrace.platforms.registry import (
     Decision,
     Policy,
     SelectionError,
+    installed_version,
     policy_problems,
     select,
 )
@@ -98,6 +99,11 @@ def prepare(
     return Plan(config, files, spec, found, warnings)
 
 
+def assumed_version(distribution: str) -> str:
+    """The version installed here, or one that satisfies every lower bound."""
+    return installed_version(distribution) or "9999"
+
+
 def decide(plan: Plan) -> list[Decision]:
     """The choice for every op of the model, without loading an implementation. What was forced and cannot be ends
     with the table of candidates."""
@@ -113,8 +119,11 @@ def decide(plan: Plan) -> list[Decision]:
     if problems:
         raise CliError(problems[0])
 
+    # A device that is not here is explained as its machine would be set up: with the packages its kernels need.
+    versions = installed_version if plan.present else assumed_version
+
     def choose(op: str, query: Any) -> Decision:
-        return select(op, query, plan.device, registry, policy)
+        return select(op, query, plan.device, registry, policy, versions=versions)
 
     def can(op: str, query: Any) -> bool:
         try:

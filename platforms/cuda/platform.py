@@ -89,7 +89,7 @@ class CudaPlatform(Platform):
             text = f"{device.arch} is older than sm_{OLDEST}, the oldest that is served"
             problems.append(Problem("error", f"{text}; use --device cpu"))
         if not hardware.version_of("triton"):
-            text = "triton is not installed: every op runs unfused in PyTorch; pip install triton"
+            text = "triton is not installed here: without it every op runs unfused in PyTorch; pip install triton"
             problems.append(Problem("warning", text))
         if world > 1 and config.device.worker == "inproc":
             problems.append(Problem("error", "tensor parallelism needs --worker process"))
