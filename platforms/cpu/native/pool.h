@@ -108,11 +108,9 @@ class Pool {
     seq_ += uint32_t(n);
     done_.store(0, std::memory_order_relaxed);
     const uint32_t last = seq_ - 1;
-    ticket_.store(make(base_, steps[0].chunks), std::memory_order_release);
-    if (threads() > 1 && (n > 1 || steps[0].chunks > 1)) {
-      wake_.fetch_add(1, std::memory_order_seq_cst);
-      if (sleepers_.load(std::memory_order_seq_cst) > 0) wake_.notify_all();
-    }
+    running_.store(true, std::memory_order_relaxed);
+    ticket_.store(make(base_, steps[0].chunks), std::memory_order_seq_cst);
+    if (steps[0].chunks > 1) wake();
     int spins = 0;
     while (finished_.load(std::memory_order_acquire) != last) {
       if (claim(scratch_[0])) {
@@ -128,10 +126,18 @@ class Pool {
         spins = kSpins / 2;
       }
     }
+    running_.store(false, std::memory_order_relaxed);
+  }
+
+  // Those that fell asleep, if any: at the start of a run and when a long step ended, which others slept through.
+  void wake() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    wake_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.notify_all();
   }
 
   bool has_work() const {
-    uint64_t t = ticket_.load(std::memory_order_acquire);
+    uint64_t t = ticket_.load(std::memory_order_seq_cst);
     return (t & 0xffff) < (t >> 16 & 0xffff);
   }
 
@@ -150,7 +156,9 @@ class Pool {
     if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) {
       if (int(index) + 1 < count_) {
         done_.store(0, std::memory_order_relaxed);
-        ticket_.store(make(seq + 1, steps_[index + 1].chunks), std::memory_order_release);
+        const int next = steps_[index + 1].chunks;
+        ticket_.store(make(seq + 1, next), std::memory_order_seq_cst);
+        if (next > 1) wake();
       } else {
         finished_.store(seq, std::memory_order_release);
       }
@@ -171,7 +179,7 @@ class Pool {
         spins = 0;
         continue;
       }
-      if (++spins < kSpins) {
+      if (++spins < (running_.load(std::memory_order_relaxed) ? kSpinsRunning : kSpins)) {
         cpu_pause();
         continue;
       }
@@ -183,6 +191,7 @@ class Pool {
   }
 
   static constexpr int kSpins = 1000;         // tens of microseconds, by the length of the CPU's pause
+  static constexpr int kSpinsRunning = 5000;  // while a run goes on: its next step is near
   static constexpr int kLong = 32;            // steps of a run that is worth watching
   static constexpr int kWindow = 32;          // runs looked at together
   static constexpr int kRest = 256;           // runs with one thread fewer before all are tried again
@@ -194,7 +203,7 @@ class Pool {
   alignas(64) std::atomic<uint32_t> wake_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<int> active_{1 << 30};
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false}, running_{false};
   std::mutex turn_;
   int64_t waited_ = 0;  // nanoseconds of the current run that the caller gave its core away
   int recent_ = 0, runs_ = 0, resting_ = 0;
