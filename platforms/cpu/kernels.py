@@ -19,7 +19,7 @@ from headrace.platforms.cpu.builds import native_build
 from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
@@ -66,6 +66,7 @@ Linear = _struct(
     "x_stride y_stride",
     "rows k n format x_dtype y_dtype",
     ("softcap", c_float),
+    ("exact", c_int32),
 )
 Rotary = _struct(
     "Rotary",

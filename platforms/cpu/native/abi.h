@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 3
+#define HR_ABI_VERSION 4
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2 };
 
@@ -60,6 +60,7 @@ struct hr_linear {
   int64_t x_stride, y_stride;
   int32_t rows, k, n, format, x_dtype, y_dtype;
   float softcap; /* of y; 0 = none */
+  int32_t exact; /* prefer exact activations to speed where there is a choice */
 };
 
 /* In place on q [rows, q_heads, head_dim] and k [rows, k_heads, head_dim]; cos_sin [L, rotary_dim] float32.

@@ -6,9 +6,10 @@
 
 namespace hr {
 
-constexpr int kOwnRows = 4;      // up to here every thread quantizes x for itself: cheaper than one more step
+constexpr int kOwnRows = kFineRows;  // up to here every thread quantizes x for itself: cheaper than one more step
 constexpr int kRowBlock = 512;   // rows that share one dequantized panel
-// Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first.
+// Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
+// the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
@@ -44,10 +45,11 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
 }
 
 inline void quantize(const hr_linear& a, const QuantType& t, int64_t row, void* out) {
+  const bool fine = a.rows <= kFineRows;
   if (a.x_dtype == HR_F32)
-    quantize_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, QuantRow(out, a.k));
+    quantize_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, fine, QuantRow(out, a.k));
   else
-    quantize_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, QuantRow(out, a.k));
+    quantize_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, fine, QuantRow(out, a.k));
 }
 
 inline void run_quantize(const void* p, int chunk, int chunks, Scratch&) {
@@ -82,7 +84,7 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
                        {rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
                        {rows + r * bytes, a.k}, {rows + r * bytes, a.k}};
       for (int i = 1; i < n; ++i) x[i] = QuantRow(rows + (r + i) * bytes, a.k);
-      panel_fn(t, n)(w, shape, x, c);
+      panel_fn(t, n, a.rows <= kFineRows)(w, shape, x, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
   }
@@ -161,7 +163,7 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   QuantType t{};
   const bool quantized = quant_type(a.format, &t);
 #if HR_AMX
-  if (a.rows >= (quantized ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
+  if (a.rows >= (quantized && !a.exact ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
     const int64_t chunks = (panels(a.n) + 1) / 2 * ((a.rows + kRowBlock - 1) / kRowBlock);
     if (chunks <= 65535) {
       out[0] = {run_linear_tiles, &a, int(chunks)};

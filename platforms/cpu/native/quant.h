@@ -215,24 +215,37 @@ inline void pack_panel(int format, const QuantType& t, const uint8_t* src, int64
   }
 }
 
-// One row of x as int8 with a scale for each 32 inputs, and for each group what the kernels add for the zero point
-// (int32, -zero * sum) and for the minimum (float, scale * sum).
+// One row of x as int8 with a scale for each 32 inputs: x = d * (q + fine / kFine). The second term is what rounding to
+// q left over; few rows use it, for they wait for memory and not for arithmetic. Besides, for each group, what the
+// kernels add for the zero point (int32, -zero * sum of q and of fine) and for the minimum (float, sum of x).
+constexpr float kFine = 254.0f;
 struct QuantRow {
-  int8_t* q;
+  int8_t *q, *fine;
   float* d;
-  int32_t* zero;
+  int32_t *zero, *fine_zero;
   float* sum;
-  static int64_t bytes(int64_t k) { return (k + k / 32 * 4 + k / 16 * 8 + 63) / 64 * 64; }
+  static int64_t bytes(int64_t k) { return (2 * k + k / 32 * 4 + k / 16 * 12 + 63) / 64 * 64; }
   QuantRow(void* base, int64_t k) {
     q = static_cast<int8_t*>(base);
-    d = reinterpret_cast<float*>(q + k);
+    fine = q + k;
+    d = reinterpret_cast<float*>(fine + k);
     zero = reinterpret_cast<int32_t*>(d + k / 32);
-    sum = reinterpret_cast<float*>(zero + k / 16);
+    fine_zero = zero + k / 16;
+    sum = reinterpret_cast<float*>(fine_zero + k / 16);
   }
 };
 
+inline int to_int8(vf whole, int8_t* out) {  // returns the sum
+#if HR_AVX512
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)));
+#else
+  for (int j = 0; j < W; ++j) out[j] = int8_t(whole[j]);
+#endif
+  return int(sum(whole));
+}
+
 template <class T>
-void quantize_row(const T* x, int64_t k, int group, int zero_point, QuantRow out) {
+void quantize_row(const T* x, int64_t k, int group, int zero_point, bool fine, QuantRow out) {
   for (int64_t b = 0; b < k / 32; ++b) {
     vf v[32 / W];
     vf top = zero();
@@ -242,33 +255,32 @@ void quantize_row(const T* x, int64_t k, int group, int zero_point, QuantRow out
     }
     const float largest = hmax(top);
     const float d = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    int sums[2] = {0, 0};
+    int sums[2] = {0, 0}, fine_sums[2] = {0, 0};
+    float exact[2] = {0.0f, 0.0f};
     for (int i = 0; i < 32 / W; ++i) {
-      vf r = round_even(mul(v[i], set1(inverse)));
-#if HR_AVX512
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out.q + b * 32 + i * W), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(r)));
-      sums[i * W / 16] += int(sum(r));
-#else
-      for (int j = 0; j < W; ++j) out.q[b * 32 + i * W + j] = int8_t(r[j]);
-      sums[i * W / 16] += int(sum(r));
-#endif
+      const vf scaled = mul(v[i], set1(inverse));
+      const vf r = round_even(scaled);
+      sums[i * W / 16] += to_int8(r, out.q + b * 32 + i * W);
+      if (fine) {
+        const vf rest = round_even(mul(sub(scaled, r), set1(kFine)));
+        fine_sums[i * W / 16] += to_int8(rest, out.fine + b * 32 + i * W);
+        exact[i * W / 16] += sum(v[i]);
+      }
     }
     out.d[b] = d;
-    if (group == 32) {
-      out.zero[b] = -zero_point * (sums[0] + sums[1]);
-      out.sum[b] = d * float(sums[0] + sums[1]);
-    } else {
-      for (int h = 0; h < 2; ++h) {
-        out.zero[2 * b + h] = -zero_point * sums[h];
-        out.sum[2 * b + h] = d * float(sums[h]);
-      }
+    if (group == 32) sums[0] += sums[1], fine_sums[0] += fine_sums[1], exact[0] += exact[1];
+    for (int h = 0; h < 32 / group; ++h) {
+      const int64_t at = b * (32 / group) + h;
+      out.zero[at] = -zero_point * sums[h];
+      out.fine_zero[at] = -zero_point * fine_sums[h];
+      out.sum[at] = fine ? exact[h] : d * float(sums[h]);
     }
   }
 }
 
 // R rows of x against one panel: out[r][16]. The integers of a block are unpacked once for all rows.
 #if HR_AVX512 && defined(__AVX512VNNI__)
-template <int BITS, int GROUP, bool MIN, int R>
+template <int BITS, int GROUP, bool MIN, int R, bool FINE>
 void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + shape.scales_at);
@@ -287,8 +299,11 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
         _mm_prefetch(reinterpret_cast<const char*>(panel + shape.bytes + at), _MM_HINT_T0);
     for (int g = 0; g < kGroups; ++g) {
       const int64_t index = b * kGroups + g;
-      __m512i acc[R];
-      for (int r = 0; r < R; ++r) acc[r] = _mm512_set1_epi32(MIN ? 0 : x[r].zero[index]);
+      __m512i acc[R], rest[R];
+      for (int r = 0; r < R; ++r) {
+        acc[r] = _mm512_set1_epi32(MIN ? 0 : x[r].zero[index]);
+        rest[r] = _mm512_set1_epi32(MIN || !FINE ? 0 : x[r].fine_zero[index]);
+      }
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s) {
         const int step = g * kSteps + s;
@@ -305,6 +320,10 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
           int32_t four;
           std::memcpy(&four, x[r].q + b * 32 + step * 4, 4);
           acc[r] = _mm512_dpbusd_epi32(acc[r], w, _mm512_set1_epi32(four));
+          if constexpr (FINE) {
+            std::memcpy(&four, x[r].fine + b * 32 + step * 4, 4);
+            rest[r] = _mm512_dpbusd_epi32(rest[r], w, _mm512_set1_epi32(four));
+          }
         }
       }
       const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * kCols)));
@@ -313,7 +332,10 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
         m = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(mins + index * kCols)));
       for (int r = 0; r < R; ++r) {
         const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(x[r].d[b]));
-        total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r]), scale, total[r]);
+        __m512 product = _mm512_cvtepi32_ps(acc[r]);
+        if constexpr (FINE)
+          product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(rest[r]), _mm512_set1_ps(1.0f / kFine), product);
+        total[r] = _mm512_fmadd_ps(product, scale, total[r]);
         if constexpr (MIN) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(x[r].sum[index]), total[r]);
       }
     }
@@ -365,7 +387,7 @@ inline void dot4(const uint8_t* w, const int8_t* x, int32_t* acc) {
 #endif
 }
 
-template <int BITS, int GROUP, bool MIN, int R>
+template <int BITS, int GROUP, bool MIN, int R, bool FINE>
 void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const fp16* scales = reinterpret_cast<const fp16*>(panel + shape.scales_at);
@@ -377,19 +399,28 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
   for (int64_t b = 0; b < shape.blocks; ++b, data += shape.block_bytes) {
     for (int g = 0; g < kGroups; ++g) {
       const int64_t index = b * kGroups + g;
-      alignas(64) int32_t acc[R][kCols];
+      alignas(64) int32_t acc[R][kCols], rest[R][kCols];
       for (int r = 0; r < R; ++r)
-        for (int c = 0; c < kCols; ++c) acc[r][c] = MIN ? 0 : x[r].zero[index];
+        for (int c = 0; c < kCols; ++c) {
+          acc[r][c] = MIN ? 0 : x[r].zero[index];
+          rest[r][c] = MIN || !FINE ? 0 : x[r].fine_zero[index];
+        }
       for (int s = 0; s < kSteps; ++s) {
         alignas(64) uint8_t w[64];
         step_bytes<BITS>(data, g * kSteps + s, w);
-        for (int r = 0; r < R; ++r) dot4<BITS>(w, x[r].q + b * 32 + (g * kSteps + s) * 4, acc[r]);
+        for (int r = 0; r < R; ++r) {
+          dot4<BITS>(w, x[r].q + b * 32 + (g * kSteps + s) * 4, acc[r]);
+          if constexpr (FINE) dot4<BITS>(w, x[r].fine + b * 32 + (g * kSteps + s) * 4, rest[r]);
+        }
       }
       for (int h = 0; h < kCols / W; ++h) {
         const vf d = load(scales + index * kCols + h * W);
         for (int r = 0; r < R; ++r) {
           float a[W];
-          for (int i = 0; i < W; ++i) a[i] = float(acc[r][h * W + i]);
+          for (int i = 0; i < W; ++i) {
+            a[i] = float(acc[r][h * W + i]);
+            if constexpr (FINE) a[i] += float(rest[r][h * W + i]) / kFine;
+          }
           total[r][h] = fma(load(a), mul(d, set1(x[r].d[b])), total[r][h]);
           if constexpr (MIN) total[r][h] = fma(load(mins + index * kCols + h * W), set1(x[r].sum[index]), total[r][h]);
         }
@@ -404,28 +435,31 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
 
 using PanelFn = void (*)(const uint8_t*, const PanelShape&, const QuantRow*, float (*)[kCols]);
 
+// Up to kFineRows rows are multiplied with both parts of x.
+constexpr int kFineRows = 4;
+
 template <int BITS, int GROUP, bool MIN>
-PanelFn panel_fn(int rows) {
+PanelFn panel_fn(int rows, bool fine) {
   switch (rows) {
-    case 1: return panel_rows<BITS, GROUP, MIN, 1>;
-    case 2: return panel_rows<BITS, GROUP, MIN, 2>;
-    case 3: return panel_rows<BITS, GROUP, MIN, 3>;
-    case 4: return panel_rows<BITS, GROUP, MIN, 4>;
-    case 5: return panel_rows<BITS, GROUP, MIN, 5>;
-    case 6: return panel_rows<BITS, GROUP, MIN, 6>;
-    case 7: return panel_rows<BITS, GROUP, MIN, 7>;
-    default: return panel_rows<BITS, GROUP, MIN, 8>;
+    case 1: return fine ? panel_rows<BITS, GROUP, MIN, 1, true> : panel_rows<BITS, GROUP, MIN, 1, false>;
+    case 2: return fine ? panel_rows<BITS, GROUP, MIN, 2, true> : panel_rows<BITS, GROUP, MIN, 2, false>;
+    case 3: return fine ? panel_rows<BITS, GROUP, MIN, 3, true> : panel_rows<BITS, GROUP, MIN, 3, false>;
+    case 4: return fine ? panel_rows<BITS, GROUP, MIN, 4, true> : panel_rows<BITS, GROUP, MIN, 4, false>;
+    case 5: return panel_rows<BITS, GROUP, MIN, 5, false>;
+    case 6: return panel_rows<BITS, GROUP, MIN, 6, false>;
+    case 7: return panel_rows<BITS, GROUP, MIN, 7, false>;
+    default: return panel_rows<BITS, GROUP, MIN, 8, false>;
   }
 }
 
-inline PanelFn panel_fn(const QuantType& t, int rows) {
+inline PanelFn panel_fn(const QuantType& t, int rows, bool fine) {
   if (t.bits == 4) {
-    if (t.group == 16) return t.has_min ? panel_fn<4, 16, true>(rows) : panel_fn<4, 16, false>(rows);
-    return t.has_min ? panel_fn<4, 32, true>(rows) : panel_fn<4, 32, false>(rows);
+    if (t.group == 16) return t.has_min ? panel_fn<4, 16, true>(rows, fine) : panel_fn<4, 16, false>(rows, fine);
+    return t.has_min ? panel_fn<4, 32, true>(rows, fine) : panel_fn<4, 32, false>(rows, fine);
   }
-  if (t.bits == 5) return t.has_min ? panel_fn<5, 32, true>(rows) : panel_fn<5, 32, false>(rows);
-  if (t.bits == 6) return panel_fn<6, 16, false>(rows);
-  return panel_fn<8, 32, false>(rows);
+  if (t.bits == 5) return t.has_min ? panel_fn<5, 32, true>(rows, fine) : panel_fn<5, 32, false>(rows, fine);
+  if (t.bits == 6) return panel_fn<6, 16, false>(rows, fine);
+  return panel_fn<8, 32, false>(rows, fine);
 }
 
 // One weight of a panel, for embedding rows.
