@@ -4,6 +4,7 @@ from __future__ import annotations
 
 USAGE = 2  # wrong use or configuration
 RUNTIME = 1  # the command was right and could not be carried out
+INTERRUPTED = 130  # Ctrl-C; what shells report for SIGINT
 
 
 class CliError(Exception):

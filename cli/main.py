@@ -6,6 +6,7 @@ Each command's work lives in a module of its own and is imported when the comman
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.bench.command import bench
-from headrace.cli.errors import RUNTIME, USAGE, CliError
+from headrace.cli.errors import INTERRUPTED, RUNTIME, USAGE, CliError
 from headrace.cli.options import Command, Group, with_flags
 from headrace.engine.config.flag import DEVICE, LOGGING, MEMORY, MODEL, SCHEDULING, Given
 
@@ -194,7 +195,25 @@ def explain(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Ends the process: 0, 1 (could not be carried out), 2 (wrong use), 130 (Ctrl-C)."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_run(args))
+    try:
+        code = _run(args)
+    except KeyboardInterrupt:  # another one, while the first was dealt with
+        code = INTERRUPTED
+    finally:
+        _no_more_interrupts(process_ends=arguments is None)
+    sys.exit(code)
+
+
+def _no_more_interrupts(process_ends: bool) -> None:
+    """The result is known: Ctrl-C must not change it any more, nor the one that was dealt with.
+
+    CPython notes a KeyboardInterrupt that leaves exec() or eval() of a text (dataclasses use that, so any import may)
+    and, run with -m, ends by the signal's default action for it even when it was caught later. The next text that
+    is run clears the note.
+    """
+    if process_ends:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    exec("")
 
 
 def _run(args: list[str]) -> int:
@@ -205,7 +224,7 @@ def _run(args: list[str]) -> int:
             print(error.details, file=sys.stderr)
         return _fail(str(error), error.code)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
         return 0
@@ -218,9 +237,12 @@ def _unexpected(error: Exception, args: Sequence[str]) -> int:
     """Errors of typer itself (they know their text), Ctrl-C inside a prompt, and mistakes of ours."""
     text = getattr(error, "format_message", None)
     if text is not None:
-        return _fail(_first_lower(text()), USAGE)
+        said = _first_lower(text())
+        return (
+            _fail(said, USAGE) if said else USAGE
+        )  # no command was named: help is all there is to say
     if type(error).__name__ == "Abort":
-        return 130
+        return INTERRUPTED
     if _wants_traceback(args):
         raise error
     sentence = " ".join(str(error).split()) or "no message"

@@ -104,6 +104,14 @@ def test_serve_help_has_every_flag_with_its_other_names(capsys: pytest.CaptureFi
     assert {flag.name for flag in FLAGS} - {flag.name for flag in flags_of()} == {"--model"}
 
 
+@pytest.mark.parametrize("args", [(), ("bench",)], ids=["headrace", "bench"])
+def test_no_command_is_answered_with_help_alone(
+    args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = run(*args, capsys=capsys, code=2)
+    assert "Usage:" in out + err and "headrace: " not in err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from importlib.metadata import version
 
