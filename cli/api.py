@@ -110,7 +110,7 @@ class _Reach:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             raise CliError(
                 f"no server answers at {self._where}; start one with headrace serve MODEL, name another with --url, "
-                "or name a model (headrace chat demo)",
+                "or name a model (headrace chat demo, headrace complete -m demo)",
                 RUNTIME,
             ) from None
         if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):

@@ -16,8 +16,9 @@ from headrace.engine.config.flag import Given
 from headrace.engine.config.names import nearest
 
 PROMPT = "> "
-# Keeps small models from wandering off into unlikely tokens, whatever temperature the model asks for.
-START = {"min_p": 0.1}
+# Keeps small models from wandering off into unlikely tokens, whatever temperature the model asks for,
+# and from repeating themselves to the end of the context.
+START = {"min_p": 0.1, "max_tokens": 1024}
 
 # What /set takes: the API's own names.
 SAMPLING: dict[str, Callable[[Any], Any]] = {

@@ -13,6 +13,8 @@ from headrace.cli.errors import CliError
 from headrace.cli.session import connect
 from headrace.engine.config.flag import Given
 
+NO_PROMPT = 'no prompt; example: headrace complete "Once upon a time" -m demo'
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -51,8 +53,11 @@ def _prompt(given: str) -> str:
     if given != "-":
         return given
     if sys.stdin.isatty():
-        raise CliError('no prompt; example: headrace complete "Once upon a time" -m demo')
-    return sys.stdin.read()
+        raise CliError(NO_PROMPT)
+    text = sys.stdin.read()
+    if not text:
+        raise CliError(NO_PROMPT)
+    return text
 
 
 def _print_stream(api: Api, path: str, body: dict[str, Any]) -> None:

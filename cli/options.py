@@ -167,12 +167,13 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         typed: dict[str, str] = {}
         if not ctx.resilient_parsing:
-            args = self._main_names(args, typed)
+            args = self._main_names(args, typed, ctx.command_path)
         ctx.meta[_TYPED] = typed
         return super().parse_args(ctx, args)
 
-    def _main_names(self, args: list[str], typed: dict[str, str]) -> list[str]:
-        """`args` with each option under its main name; `typed` receives what the user wrote."""
+    def _main_names(self, args: list[str], typed: dict[str, str], path: str) -> list[str]:
+        """`args` with each option under its main name; `typed` receives what the user wrote. `path`: what was typed
+        to get to this command."""
         takes_value = {
             name: not getattr(param, "is_flag", False)
             for param in self.params
@@ -205,15 +206,12 @@ class Command(TyperCommand):
                 continue
             else:
                 raise CliError(
-                    f"{unknown_name(name, (*spellings, *takes_value))}{self._see_help()}"
+                    f"{unknown_name(name, (*spellings, *takes_value))} ({path} --help lists them)"
                 )
             result.append(f"{main}{equals}{value}")
             if takes_value[main] and not equals:
                 result += [following for following in (next(rest, None),) if following is not None]
         return result
-
-    def _see_help(self) -> str:
-        return f" (headrace {self.name} --help lists them)"
 
 
 def _is_option(arg: str) -> bool:

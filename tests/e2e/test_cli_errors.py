@@ -131,6 +131,7 @@ def test_nobody_at_the_address(command: str) -> None:
         (("chat", "--dtype", "float32"), "--dtype set up a server"),
         (("bench", "serve", "--concurrency", "none"), "expected numbers such as 1,4,16"),
         (("complete", "hi", "--url", "ftp://x"), "is not a server's address"),
+        (("complete", "--url", "http://127.0.0.1:9"), "no prompt"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

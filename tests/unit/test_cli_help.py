@@ -33,6 +33,8 @@ COMMANDS = (
     ("bench", "latency"),
     ("bench", "throughput"),
     ("bench", "startup"),
+    ("bench", "perplexity"),
+    ("bench", "profile"),
 )
 
 
@@ -164,6 +166,8 @@ def test_completion(words: str, current: int, expected: set[str]) -> None:
         (("serve", "--kontext-length", "3"), "did you mean --context-length?"),
         (("chat", "--max-logprobs", "3"), "unknown option --max-logprobs"),
         (("bench", "serve", "--concurency", "3"), "did you mean --concurrency?"),
+        (("bench", "latency", "--nosuch"), "(headrace bench latency --help lists them)"),
+        (("serve", "--nosuchthing"), "(headrace serve --help lists them)"),
         (("doctor", "--jsn"), "did you mean --json?"),
         (("serv",), "unknown command serv; did you mean serve?"),
         (("bench", "zzz"), "unknown command zzz; there are serve, latency, throughput, startup"),
