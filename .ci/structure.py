@@ -82,8 +82,8 @@ def budgets(path: Path, tree: ast.Module, lines: int) -> list[str]:
 
 
 def device_names(path: Path, tree: ast.Module) -> list[str]:
-    """A device named in a string of engine/ is a device check in the making."""
-    if path.parts[0] != "engine":
+    """A device named in a string of engine/ or cli/ is a device check in the making."""
+    if path.parts[0] not in ("engine", "cli"):
         return []
     return [
         f"{path}:{node.lineno}: the device name {node.value!r} belongs under platforms/"
