@@ -28,7 +28,7 @@ setup(
         for top in TOP
         for name in (f"headrace.{top}", *(f"headrace.{top}.{sub}" for sub in find_packages(top)))
     ],
-    package_data={"": ["py.typed", "*.json", "*.jinja"]},
+    package_data={"": ["py.typed"]},
     ext_modules=[
         Extension(
             f"headrace.platforms.cpu._native_{name}",
