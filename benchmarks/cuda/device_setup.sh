@@ -1,4 +1,4 @@
-# Sourced on a machine where headrace cannot be installed from a registry: wheels of what is missing lie in .whl,
+# Sourced on an offline machine: wheels of what is missing there lie in the folder .whl,
 # and the checkout itself is put on the path as the package, with its entry points.
 set -o pipefail
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || return 1
