@@ -43,12 +43,6 @@ def check_completion(state: ServerState, body: CompletionRequest) -> Generation:
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         logprobs=logprobs,
     )
-    if body.best_of is not None and body.best_of != generation.n:
-        raise invalid(
-            f"'best_of' must equal 'n' ({generation.n}); ranking more answers is not supported.",
-            "best_of",
-            "unsupported_parameter",
-        )
     if not body.echo:
         return generation
     sampling = msgspec.structs.replace(generation.sampling, prompt_logprobs=logprobs)

@@ -129,6 +129,12 @@ def check_generation(
     for name, (least, greatest) in RANGES.items():
         _check_range(name, getattr(fields, name), least, greatest)
     n = _check_n(fields.n, config.server.max_n)
+    if fields.best_of is not None and fields.best_of != n:
+        raise invalid(
+            f"'best_of' must equal 'n' ({n}); ranking more answers is not supported.",
+            "best_of",
+            "unsupported_parameter",
+        )
     stop = _check_stop(fields, limits, config.server)
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:

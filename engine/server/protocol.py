@@ -23,6 +23,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -50,7 +51,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     # A text, a list of texts, a list of token ids, or a list of lists of token ids.
     prompt: Any = None
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None

@@ -319,6 +319,8 @@ def test_case_49_bytes_of_partial_characters(stream: bool) -> None:
 def test_best_of_and_suffix(server: Live) -> None:
     assert complete(server, best_of=2, n=2).status_code == 200
     refused(complete(server, best_of=2), param="best_of")
+    assert chat(server, best_of=2, n=2).status_code == 200
+    refused(chat(server, best_of=2), param="best_of")
     refused(complete(server, suffix="x"), param="suffix")
     assert complete(server, suffix=None).status_code == 200
 
