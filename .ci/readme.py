@@ -52,11 +52,12 @@ def serve(command: str, limit: float = 900.0) -> None:
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "temperature": 0,
         }
-        reply = ask("/v1/chat/completions", {"model": "demo", **chat})
-        text = reply["choices"][0]["message"]["content"]
-        print("asked for the capital of France:", text)
-        if "Paris" not in text:
-            sys.exit("the demo does not know the capital of France")
+        for _ in range(2):  # the second time most of the prompt is cached
+            reply = ask("/v1/chat/completions", {"model": "demo", **chat})
+            text = reply["choices"][0]["message"]["content"]
+            print("asked for the capital of France:", text)
+            if "Paris" not in text:
+                sys.exit("the demo does not know the capital of France")
         # the shell may or may not have replaced itself by the server: signal the whole session
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
