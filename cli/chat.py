@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.cli import signals
 from headrace.cli.api import Api
 from headrace.cli.errors import CliError
 from headrace.cli.session import connect
@@ -121,6 +122,7 @@ def _lines() -> Iterator[str]:
                 print()
             return
         except KeyboardInterrupt:
+            signals.forget()
             print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
 
 
@@ -176,6 +178,7 @@ def _answer(api: Api, model: str, conversation: Conversation) -> None:
                             "(the answer reached the longest length; /set max_tokens N, or /reset)"
                         )
     except KeyboardInterrupt:
+        signals.forget()
         cut = "(stopped)"
     except CliError as error:
         cut = str(error)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli import signals
 from headrace.cli.bench.command import bench
 from headrace.cli.errors import INTERRUPTED, RUNTIME, USAGE, CliError
 from headrace.cli.options import Command, Group, with_flags
@@ -195,6 +196,8 @@ def explain(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Ends the process: 0, 1 (could not be carried out), 2 (wrong use), 130 (Ctrl-C)."""
     args = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        signals.watch(signal.SIGINT)
     try:
         code = _run(args)
     except KeyboardInterrupt:  # another one, while the first was dealt with
@@ -219,17 +222,20 @@ def _no_more_interrupts(process_ends: bool) -> None:
 def _run(args: list[str]) -> int:
     try:
         code = app(args=args, prog_name="headrace", standalone_mode=False)
-    except CliError as error:
-        if error.details:
-            print(error.details, file=sys.stderr)
-        return _fail(str(error), error.code)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
         return 0
     except Exception as error:
-        return _unexpected(error, args)
+        ended_by = signals.ended_by()
+        if ended_by is not None:  # a library made this out of the signal's exception
+            return ended_by
+        if not isinstance(error, CliError):
+            return _unexpected(error, args)
+        if error.details:
+            print(error.details, file=sys.stderr)
+        return _fail(str(error), error.code)
     return code if isinstance(code, int) else 0
 
 

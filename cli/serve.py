@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from headrace.cli import signals
 from headrace.cli.configure import configure, find_device
 from headrace.cli.errors import RUNTIME, CliError
 from headrace.cli.progress import DownloadBar, StartBar, process_seconds
@@ -32,7 +32,9 @@ QUIET = ("warning", "error")  # log levels without a panel
 
 def run(model: str, given: Sequence[Given], config_file: str) -> None:
     """Serve until a signal. Raises CliError before that when the server cannot start."""
-    signal.signal(signal.SIGTERM, _end)
+    signals.watch(
+        signal.SIGTERM
+    )  # until the server has its own handler: an orderly end, nothing left behind
     config = configure(model, given, config_file)
     _set_up_logging(config)
     sock = _bind(config)
@@ -48,11 +50,6 @@ def run(model: str, given: Sequence[Given], config_file: str) -> None:
         close(sock, config.server)
     if code:
         raise SystemExit(code)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before the server has its own handler: an orderly end, too, so that nothing is left behind."""
-    raise SystemExit(0)
 
 
 def _plan(config: EngineConfig, found: ResolvedPlatform) -> Plan:
@@ -80,6 +77,7 @@ def _serve(plan: Plan, sock: socket.socket, engine: EngineProcess) -> int:
         tokenizer = load_tokenizer(plan.files, plan.config.model.chat_template)
     except ModelError as error:
         raise CliError(str(error)) from None
+    signals.check()
     client = ZmqEngineClient(engine.address, engine)
     failures = _StartFailures()
     logging.getLogger("headrace.server").addFilter(failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,49 @@ def test_interrupt_inside_exec(tmp_path: Path, as_module: bool) -> None:
         [sys.executable, *how], cwd=tmp_path, capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+# A library makes an error of its own out of the signal's exception, or drops it and the command goes on.
+CONVERTED = """
+import os, signal, sys
+from headrace.cli import main as cli, signals
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[2]))
+        while signals.ended_by() is None: pass
+        1 / 0
+
+def loads(*args, **kwargs):
+    signals.watch(signal.SIGTERM)
+    if sys.argv[1] == "dropped":
+        Dropped()
+        signals.check()
+        print("still here")
+    try:
+        os.kill(os.getpid(), int(sys.argv[2]))
+        while True: pass
+    except BaseException as error:
+        raise ValueError(f"cannot build: {error!r}") from None
+
+cli.app = loads
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["int", "term"]
+)
+@pytest.mark.parametrize("how", ["converted", "dropped"])
+def test_signal_whose_exception_is_lost(
+    tmp_path: Path, how: str, number: signal.Signals, code: int
+) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(CONVERTED)
+    done = subprocess.run(
+        [sys.executable, str(script), how, str(int(number))],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
