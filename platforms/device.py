@@ -111,5 +111,12 @@ class DeviceRuntime(ABC):
         """Bytes a second that all units together read from memory, measured now; 0 = not known."""
         return 0.0
 
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """What this device wants changed in the launch `options` (constants, warps, stages) of a shared kernel, by
+        the kernel's name and the query it serves; {} keeps them all."""
+        return {}
+
     @abstractmethod
     def close(self) -> None: ...

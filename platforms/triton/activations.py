@@ -10,7 +10,7 @@ import triton.language as tl
 
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import ActivationQuery
-from headrace.platforms.triton.launch import after_previous, let_next_start
+from headrace.platforms.triton.launch import after_previous, launch_options, let_next_start
 
 BLOCK = 1024
 
@@ -48,16 +48,14 @@ class _Gated:
     kind: ClassVar[str]
 
     def __init__(self, query: ActivationQuery, runtime: DeviceRuntime) -> None:
-        pdl = "pdl" in runtime.info.features
-        self.options = {"KIND": self.kind, "BLOCK": BLOCK, "PDL": pdl, "num_warps": 4}
-        if pdl:
-            self.options["launch_pdl"] = True
+        options = {"KIND": self.kind, "BLOCK": BLOCK, "num_warps": 4}
+        self.options = launch_options("gated", query, runtime, options, dependent=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens, width = x.shape[0], x.shape[1] // 2
         out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
         if tokens:
-            grid = (tokens, triton.cdiv(width, BLOCK))
+            grid = (tokens, triton.cdiv(width, self.options["BLOCK"]))
             gated_kernel[grid](x, out, x.stride(0), WIDTH=width, **self.options)
         return out
 

@@ -21,7 +21,7 @@ from headrace.platforms.triton.attention_kernels import (
     prefill_kernel,
     write_kernel,
 )
-from headrace.platforms.triton.launch import power_of_two
+from headrace.platforms.triton.launch import launch_options, power_of_two
 
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
 PROGRAMS_A_UNIT = 4
@@ -59,33 +59,48 @@ def shape_options(query: AttentionQuery) -> dict[str, Any]:
     }
 
 
-def decode_options(query: AttentionQuery) -> dict[str, Any]:
+def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     wide = max(query.head_dim, query.v_head_dim) > 128
     keys, warps, stages = (32, 4, 2) if wide else (64, 2, 3)
     if query.dtype == "float32":  # products on the ordinary units: all operands sit in registers
         keys, warps, stages = 16, 8, 1
-    return {
+    options = {
         **shape_options(query),
         "BLOCK_M": power_of_two(query.q_heads // query.kv_heads, 16),
         "BLOCK_N": keys,
         "num_warps": warps,
         "num_stages": stages,
     }
+    return launch_options("decode", query, runtime, options, dependent=True)
 
 
-def prefill_options(query: AttentionQuery) -> dict[str, Any]:
+def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     group = query.q_heads // query.kv_heads
     wide = max(query.head_dim, query.v_head_dim) > 128
     rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 64, 4, 3)
     if query.dtype == "float32":
         rows, keys, warps, stages = 16, 32, 8, 1
-    return {
+    options = {
         **shape_options(query),
         "BLOCK_M": max(rows, power_of_two(group, 16)),
         "BLOCK_N": keys,
         "num_warps": warps,
         "num_stages": stages,
     }
+    return launch_options("prefill", query, runtime, options)
+
+
+def combine_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    shape = {"DV": query.v_head_dim, "DV_PAD": power_of_two(query.v_head_dim, 16)}
+    options = {**shape, "S_PAD": MOST_SPLITS, "num_warps": 4}
+    return launch_options("combine", query, runtime, options, dependent=True)
+
+
+def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    heads, size, wide = query.kv_heads, query.head_dim, query.v_head_dim
+    options = {"HEADS": heads, "D": size, "DV": wide, "H_PAD": power_of_two(heads), "num_warps": 4}
+    options |= {"D_PAD": power_of_two(size, 16), "DV_PAD": power_of_two(wide, 16)}
+    return launch_options("write", query, runtime, options, dependent=True)
 
 
 class TritonAttention(PagedAttention):
@@ -93,10 +108,10 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
-        self._pdl = "pdl" in runtime.info.features
-        self._launch = {"PDL": True, "launch_pdl": True} if self._pdl else {"PDL": False}
-        self._decode = decode_options(query)
-        self._prefill = prefill_options(query)
+        self._write = write_options(query, runtime)
+        self._decode = decode_options(query, runtime)
+        self._combine = combine_options(query, runtime)
+        self._prefill = prefill_options(query, runtime)
         self._tile_tokens = self._prefill["BLOCK_M"] // self._prefill["GROUP"]
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         self._no_sinks = torch.zeros(1, device=runtime.device)
@@ -159,15 +174,12 @@ class TritonAttention(PagedAttention):
         v_cache: torch.Tensor,
         plan: Plan,
     ) -> None:
-        tokens, heads, width = k.shape
-        if not tokens:
+        if not k.shape[0]:
             return
-        write_kernel[(tokens,)](
+        write_kernel[(k.shape[0],)](
             k, v, k_cache, v_cache, plan.slots,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3],
-            HEADS=heads, D=width, DV=v.shape[2], SIZE=plan.block_size, H_PAD=power_of_two(heads),
-            D_PAD=self._decode["D_PAD"], DV_PAD=self._decode["DV_PAD"], **self._launch,
+            *k_cache.stride()[:3], *v_cache.stride()[:3], SIZE=plan.block_size, **self._write,
         )  # fmt: skip
 
     def attend(
@@ -220,11 +232,8 @@ class TritonAttention(PagedAttention):
         decode_kernel[(splits, query.kv_heads, plan.decodes)](
             out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale, SIZE=plan.block_size, **self._decode,
-            **self._launch,
         )  # fmt: skip
         if splits > 1:
             combine_kernel[(plan.decodes, query.q_heads)](
-                out, partial, lse, splits, out.stride(0), out.stride(1), DV=query.v_head_dim,
-                S_PAD=MOST_SPLITS, DV_PAD=self._decode["DV_PAD"], num_warps=4,
-                **self._launch,
+                out, partial, lse, splits, out.stride(0), out.stride(1), **self._combine,
             )  # fmt: skip

@@ -22,7 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.platforms.queries import ActivationQuery, AttentionQuery, LinearQuery, RotaryQuery
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    LinearQuery,
+    NormQuery,
+    RotaryQuery,
+    SampleQuery,
+)
 from headrace.platforms.triton import (
     activations,
     attention,
@@ -33,7 +40,7 @@ from headrace.platforms.triton import (
     rotary,
     sampling,
 )
-from headrace.platforms.triton.launch import power_of_two
+from headrace.platforms.triton.launch import launch_options
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # q heads, kv heads, head size, options: the common models, and the edges
@@ -65,19 +72,22 @@ class Variant:
     options: Mapping[str, Any]  # constants, num_warps, num_stages
 
 
-def variants(pdl: bool) -> Iterator[Variant]:
+def variants(runtime: Any) -> Iterator[Variant]:
+    """Of all kernels, with the launch options that `runtime` (a DeviceRuntime, or as much of one as `Described`)
+    wants."""
     for dtype, short in DTYPES.items():
-        yield from _attention(dtype, short, pdl)
-        yield from _rows(dtype, short, pdl)
-        yield from _linear(dtype, short, pdl)
+        yield from _attention(dtype, short, runtime)
+        yield from _rows(dtype, short, runtime)
+        yield from _linear(dtype, short, runtime)
     numbers = ("logits", "temperatures", "top_ps", "min_ps", "uniforms")
     pointers = {**dict.fromkeys(numbers, "fp32"), "top_ks": "i32", "ids": "i64"}
-    options = {"BLOCK": sampling.BLOCK, "num_warps": sampling.WARPS}
+    query = SampleQuery(128256, 256)
+    options = launch_options("sample", query, runtime, sampling.OPTIONS)
     scalars = {"stride": "i32", "V": "i32"}
     yield Variant("sample", sampling.sample_kernel, pointers, scalars, options)
 
 
-def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
     names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
     caches = dict.fromkeys(("out", "q", "k_cache", "v_cache"), short)
@@ -87,16 +97,13 @@ def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
         query = AttentionQuery(q_heads, kv_heads, size, size, dtype, dtype, size**-0.5, **options)
         label = f"{short} {q_heads}/{kv_heads}x{size} {options or ''}".strip()
         common = (pointers, scalars)
-        chosen = {**attention.prefill_options(query), "SIZE": 32}
+        chosen = {**attention.prefill_options(query, runtime), "SIZE": 32}
         yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
-        chosen = {**attention.decode_options(query), "SIZE": 32, "PDL": pdl}
+        chosen = {**attention.decode_options(query, runtime), "SIZE": 32}
         yield Variant(f"decode {label}", attention_kernels.decode_kernel, *common, chosen)
-        chosen = {"S_PAD": attention.MOST_SPLITS, "DV": size, "DV_PAD": power_of_two(size, 16)}
-        kernel = attention_kernels.combine_kernel
-        yield Variant(f"combine {label}", kernel, *common, {**chosen, "PDL": pdl})
-        chosen = {"HEADS": kv_heads, "D": size, "DV": size, "SIZE": 32, "PDL": pdl}
-        chosen |= {"H_PAD": power_of_two(kv_heads), "D_PAD": power_of_two(size, 16)}
-        chosen |= {"DV_PAD": power_of_two(size, 16)}
+        chosen = attention.combine_options(query, runtime)
+        yield Variant(f"combine {label}", attention_kernels.combine_kernel, *common, chosen)
+        chosen = {**attention.write_options(query, runtime), "SIZE": 32}
         inputs = {"k": short, "v": short, "k_cache": short, "v_cache": short, "slots": "i64"}
         names = "k_token k_head v_token v_head k_block k_run k_slot v_block v_run v_slot"
         integers = dict.fromkeys(names.split(), "i32")
@@ -104,16 +111,15 @@ def _attention(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
         yield Variant(f"write {label}", kernel, inputs, integers, chosen)
 
 
-def _rows(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+def _rows(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
     for width in (128, 576, 2048, 4096, 8192):
         pointers = {"x": short, "residual": short, "weight": "fp32", "out": short}
         names = ("heads", "stride_token", "stride_head", "stride_x", "stride_residual")
         scalars = {**dict.fromkeys(names, "i32"), "eps": "fp32"}
-        options = norms.options(width, pdl)
+        options = norms.options(NormQuery(width, dtype), runtime)
         for name in ("rms_norm_kernel", "add_rms_norm_kernel"):
             kernel = getattr(norms, name)
             yield Variant(f"{name} {short} {width}", kernel, pointers, scalars, options)
-    runtime: Any = _Runtime(pdl)
     for size, part in ((128, 128), (64, 64), (256, 256), (128, 64)):
         for neox in (True, False):
             turn = rotary.Rotary(RotaryQuery(size, part, dtype, neox), runtime)
@@ -129,13 +135,13 @@ def _rows(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
         yield Variant(f"{kind.kind} {short}", kernel, pointers, {"stride": "i32"}, options)
 
 
-def _linear(dtype: str, short: str, pdl: bool) -> Iterator[Variant]:
+def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
     pointers = dict.fromkeys(("x", "w", "bias", "y"), short)
     scalars = dict.fromkeys(("K", "stride_w"), "i32")
     for width, out in LINEAR:
         query = LinearQuery(width, out, dtype)
         label = f"{short} {out}x{width}"
-        options = {**linear.row_options(query), "PDL": pdl}
+        options = linear.row_options(query, runtime)
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
 
 
@@ -144,11 +150,16 @@ class _Info:
         self.features = frozenset({"pdl"} if pdl else ())
 
 
-class _Runtime:
+class Described:
     """As much of a runtime as the makers of launch options look at."""
 
     def __init__(self, pdl: bool) -> None:
         self.info = _Info(pdl)
+
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +220,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants whose name holds this text")
     asked = parser.parse_args()
     bad = count = 0
-    for variant in variants(pdl=int(asked.arch.removeprefix("sm_")) >= 90):
+    for variant in variants(Described(pdl=int(asked.arch.removeprefix("sm_")) >= 90)):
         if asked.only not in variant.name:
             continue
         count += 1

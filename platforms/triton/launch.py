@@ -7,6 +7,9 @@ unless the launch asks for it (`launch_pdl`), which only devices that say "pdl" 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,6 +25,22 @@ def after_previous(PDL: tl.constexpr):
 def let_next_start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
+
+
+def launch_options(
+    kernel: str, query: Any, runtime: Any, options: Mapping[str, Any], dependent: bool = False
+) -> dict[str, Any]:
+    """Constants, warps and stages of a kernel: `options` as the runtime's device wants them.
+
+    This is the one place where launch parameters are decided: a platform changes them by
+    `DeviceRuntime.kernel_options`. `dependent`: the kernel knows dependent launches, by its constant PDL.
+    """
+    chosen = {**options, **runtime.kernel_options(kernel, query, options)}
+    if dependent:
+        chosen["PDL"] = pdl = "pdl" in runtime.info.features
+        if pdl:
+            chosen["launch_pdl"] = True
+    return chosen
 
 
 def power_of_two(n: int, least: int = 1) -> int:

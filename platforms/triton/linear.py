@@ -14,36 +14,30 @@ import triton
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import LinearImpl
 from headrace.platforms.queries import LinearQuery
+from headrace.platforms.triton.launch import launch_options
 from headrace.platforms.triton.linear_kernels import row_kernel
 
 # Up to so many rows of weights a program has few rows of its own, so that there are programs for every unit.
 SHORT = 4096
 
 
-def row_options(query: LinearQuery) -> dict[str, Any]:
+def row_options(query: LinearQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     """Compile-time constants of the kernel for one row; what was fastest in benchmarks/cuda/kernels.py."""
     rows, width, warps = (4, 512, 4) if query.out_features <= SHORT else (2, 1024, 2)
     if query.dtype == "float32":
         width //= 2
-    return {
-        "N": query.out_features,
-        "BIAS": query.bias,
-        "BLOCK_N": rows,
-        "BLOCK_K": width,
-        "EVEN": query.in_features % width == 0,
-        "num_warps": warps,
-        "num_stages": 1,
-    }
+    options = {"BLOCK_N": rows, "BLOCK_K": width, "num_warps": warps, "num_stages": 1}
+    chosen = launch_options("row", query, runtime, options, dependent=True)
+    even = query.in_features % chosen["BLOCK_K"] == 0
+    return {**chosen, "N": query.out_features, "BIAS": query.bias, "EVEN": even}
 
 
 class TritonLinear(LinearImpl):
     def __init__(self, query: LinearQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
-        pdl = "pdl" in runtime.info.features
-        launch: dict[str, Any] = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
         self._dtype = getattr(torch, query.dtype)
         self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
-        self._row = {**row_options(query), **launch}
+        self._row = row_options(query, runtime)
         self._grid = (triton.cdiv(query.out_features, self._row["BLOCK_N"]),)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:

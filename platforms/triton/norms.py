@@ -12,6 +12,7 @@ from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import NormQuery
 from headrace.platforms.triton.launch import (
     after_previous,
+    launch_options,
     let_next_start,
     power_of_two,
     warps_for,
@@ -62,13 +63,14 @@ def add_rms_norm_kernel(
 
 class _Norm:
     def __init__(self, query: NormQuery, runtime: DeviceRuntime) -> None:
-        self._options = options(query.hidden, "pdl" in runtime.info.features)
+        self._options = options(query, runtime)
 
 
-def options(width: int, pdl: bool) -> dict[str, Any]:
-    """How a norm over `width` elements is launched."""
-    launch = {"WIDTH": width, "BLOCK": power_of_two(width), "PDL": pdl}
-    return {**launch, "num_warps": warps_for(width), **({"launch_pdl": True} if pdl else {})}
+def options(query: NormQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    """How a norm is launched, either of them."""
+    width = query.hidden
+    chosen = {"WIDTH": width, "BLOCK": power_of_two(width), "num_warps": warps_for(width)}
+    return launch_options("rms_norm", query, runtime, chosen, dependent=True)
 
 
 class RmsNorm(_Norm):

@@ -8,7 +8,12 @@ import triton.language as tl
 
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import RotaryQuery
-from headrace.platforms.triton.launch import after_previous, let_next_start, power_of_two
+from headrace.platforms.triton.launch import (
+    after_previous,
+    launch_options,
+    let_next_start,
+    power_of_two,
+)
 
 
 @triton.jit
@@ -44,11 +49,9 @@ def rotary_kernel(
 
 class Rotary:
     def __init__(self, query: RotaryQuery, runtime: DeviceRuntime) -> None:
-        pdl = "pdl" in runtime.info.features
         half = query.rotary_dim // 2
-        self.options = {"HALF": half, "WIDTH": power_of_two(half), "PDL": pdl, "num_warps": 4}
-        if pdl:
-            self.options["launch_pdl"] = True
+        options = {"HALF": half, "WIDTH": power_of_two(half), "num_warps": 4}
+        self.options = launch_options("rotary", query, runtime, options, dependent=True)
         # about a thousand pairs for each program
         self._heads = max(1, 1024 // self.options["WIDTH"])
 

@@ -5,7 +5,7 @@ A platform calls `implementations` with its own say on the architecture: whether
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo
@@ -56,8 +56,10 @@ def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
     return check.need(group <= 64, f"{group} query heads for one KV head exceed 64")
 
 
-def implementations(source: str, known: Device) -> list[Implementation]:
-    """All rows, for the platform named `source`."""
+def implementations(
+    source: str, known: Device, names: Sequence[str] = (TRITON,)
+) -> list[Implementation]:
+    """All rows, for the platform named `source`. `names`: of distributions, one of which brings Triton there."""
 
     def samples(query: Any, device: DeviceInfo) -> Verdict:
         return known(Check(), device).verdict()
@@ -88,7 +90,7 @@ def implementations(source: str, known: Device) -> list[Implementation]:
             TRITON,
             target,
             rank=50,
-            requires=(Requirement("triton", ">=3.2"),),
+            requires=(Requirement(names[0], ">=3.2", tuple(names[1:])),),
             supports=supports,
             source=source,
             per_query=True,

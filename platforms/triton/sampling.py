@@ -14,9 +14,9 @@ import triton.language as tl
 
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import SampleQuery
+from headrace.platforms.triton.launch import launch_options
 
-BLOCK = 4096
-WARPS = 16
+OPTIONS = {"BLOCK": 4096, "num_warps": 16}
 PASSES = tl.constexpr(16)  # a quarter of 2^32 keys each: one is left
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 MANY = tl.constexpr(1 << 30)  # more tokens than there are
@@ -199,7 +199,7 @@ class Sample:
     """Nothing is read back: every row's filters are decided on the device."""
 
     def __init__(self, query: SampleQuery, runtime: DeviceRuntime) -> None:
-        self._device = runtime.device
+        self._options = launch_options("sample", query, runtime, OPTIONS)
 
     def __call__(
         self,
@@ -217,6 +217,6 @@ class Sample:
                 logits = logits.contiguous()
             sample_kernel[(rows,)](
                 logits, temperature, top_k, top_p, min_p, uniform, ids, logits.stride(0), vocab,
-                BLOCK=BLOCK, num_warps=WARPS,
+                **self._options,
             )  # fmt: skip
         return ids
