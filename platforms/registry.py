@@ -72,6 +72,7 @@ class Requirement:
 
     distribution: str
     specifier: str = ""
+    aliases: tuple[str, ...] = ()  # other names under which the same package is distributed
 
 
 def always(_query: Any, _device: DeviceInfo) -> Verdict:
@@ -197,10 +198,13 @@ def installed_version(distribution: str) -> str | None:
 
 def unmet(requirement: Requirement, versions: Callable[[str], str | None]) -> str | None:
     """Why a requirement is not met, or None."""
-    name, specifier = requirement.distribution, requirement.specifier
-    found = versions(name)
-    if found is None:
-        return f"{name}{specifier} is not installed"
+    specifier = requirement.specifier
+    for name in (requirement.distribution, *requirement.aliases):
+        found = versions(name)
+        if found is not None:
+            break
+    else:
+        return f"{requirement.distribution}{specifier} is not installed"
     if specifier:
         from packaging.specifiers import SpecifierSet
 

@@ -1,1 +1,2 @@
-"""NVIDIA GPUs: probing, streams, graphs, NCCL. The kernels are in headrace.platforms.triton."""
+"""NVIDIA GPUs: probing and opening. The kernels are in headrace.platforms.triton, streams, graphs and process groups
+in headrace.platforms.torch_device."""

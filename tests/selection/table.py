@@ -38,6 +38,7 @@ from headrace.platforms.registry import (
     SelfTest,
     select,
 )
+from headrace.platforms.rocm.platform import RocmPlatform
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -133,6 +134,25 @@ def cuda_scenes() -> list[Scene]:
     ]
 
 
+def rocm_scenes() -> list[Scene]:
+    platform = RocmPlatform()
+    described = {arch: platform.describe(arch) for arch in platform.known_archs()}
+    passed = SelfTest(True, "largest error 0.0e+00")
+    tests = {"triton": passed, "aiter": passed}
+    plain, full = {"triton-rocm": "3.6.0"}, {"triton": "3.6.0", "amd-aiter": "0.1.7.post2"}
+    mi300 = described["gfx942"]
+    return [
+        *(
+            Scene(f"rocm-{arch}", platform, device, self_tests=tests, versions=full)
+            for arch, device in described.items()
+        ),
+        Scene(
+            "rocm-gfx942-float32", platform, mi300, dtype="float32", self_tests=tests, versions=full
+        ),
+        Scene("rocm-gfx942-without-aiter", platform, mi300, self_tests=tests, versions=plain),
+    ]
+
+
 def fake_scenes() -> list[Scene]:
     """Needs the installed fake platform."""
     from headrace_fake.platform import FakePlatform
@@ -213,7 +233,7 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "fake_platform" / "src"))
-    scenes = [*cpu_scenes(), *cuda_scenes(), *fake_scenes()]
+    scenes = [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *fake_scenes()]
     for path in GOLDEN.glob("*.json"):
         path.unlink()
     write(scenes)

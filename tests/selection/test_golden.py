@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.selection.table import GOLDEN, cpu_scenes, cuda_scenes, fake_scenes, text
+from tests.selection.table import GOLDEN, cpu_scenes, cuda_scenes, fake_scenes, rocm_scenes, text
 
 pytest_plugins = ["tests.fake_platform.plugin"]
 
 HOW = "selection changed; if that is meant: python -m tests.selection.table, and review the diff"
 
 
-@pytest.mark.parametrize("scene", [*cpu_scenes(), *cuda_scenes()], ids=lambda scene: scene.name)
+@pytest.mark.parametrize(
+    "scene", [*cpu_scenes(), *cuda_scenes(), *rocm_scenes()], ids=lambda scene: scene.name
+)
 def test_described(scene):
     assert text(scene) == (GOLDEN / f"{scene.name}.json").read_text(), HOW
 
@@ -22,5 +24,7 @@ def test_fake(fake_platform):
 
 
 def test_no_table_is_left_over(fake_platform):
-    scenes = {scene.name for scene in (*cpu_scenes(), *cuda_scenes(), *fake_scenes())}
+    scenes = {
+        scene.name for scene in (*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *fake_scenes())
+    }
     assert {path.stem for path in GOLDEN.glob("*.json")} == scenes

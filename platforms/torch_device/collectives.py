@@ -1,4 +1,4 @@
-"""Collectives over NCCL. Contract: headrace.platforms.collectives."""
+"""Collectives over a library that torch.distributed knows. Contract: headrace.platforms.collectives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch.distributed as dist
 from headrace.platforms.collectives import Collectives, GroupSpec
 
 
-class NcclCollectives(Collectives):
+class TorchCollectives(Collectives):
+    """`backend` is torch.distributed's name of the library, which must be safe to capture where graphs are used."""
+
     capture_safe = True
 
-    def __init__(self, group: GroupSpec, device: torch.device) -> None:
+    def __init__(self, group: GroupSpec, device: torch.device, backend: str) -> None:
         self.rank, self.world = group.rank, group.world
         self._device = device
         dist.init_process_group(
-            "nccl",
+            backend,
             init_method=group.init_method,
             rank=group.rank,
             world_size=group.world,
@@ -42,7 +44,7 @@ class NcclCollectives(Collectives):
 
     def barrier(self) -> None:
         dist.all_reduce(torch.zeros(1, device=self._device))
-        torch.cuda.synchronize(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)
 
     def close(self) -> None:
         if self._open:

@@ -1,0 +1,35 @@
+"""An AMD device opened in a worker: HIP, which PyTorch offers under the names of CUDA, its graphs, RCCL."""
+
+from __future__ import annotations
+
+import torch
+
+from headrace.platforms.collectives import Collectives, GroupSpec
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.graph import GraphBackend
+from headrace.platforms.torch_device.runtime import TorchRuntime
+
+
+class RocmRuntime(TorchRuntime):
+    device_type = "cuda"  # the name that a ROCm build of torch has for HIP devices
+
+    def __init__(self, info: DeviceInfo) -> None:
+        if not torch.version.hip:
+            raise RuntimeError(
+                "the installed torch has no HIP; install the ROCm build of torch from the index that pytorch.org names"
+            )
+        super().__init__(info)
+        # float32 means float32 (hipBLASLt has a shorter form on some devices), and long sums stay in it
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def make_graphs(self) -> GraphBackend:
+        from headrace.platforms.torch_device.graphs import TorchGraphs
+
+        return TorchGraphs(self.device, torch.cuda.CUDAGraph)
+
+    def make_collectives(self, group: GroupSpec) -> Collectives:
+        from headrace.platforms.torch_device.collectives import TorchCollectives
+
+        return TorchCollectives(group, self.device, "nccl")  # so torch names RCCL on HIP

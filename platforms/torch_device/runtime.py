@@ -1,0 +1,120 @@
+"""A device opened in a worker through its module of PyTorch: streams, events, pinned memory, the caching allocator
+behind tags. Contracts: headrace.platforms.device and headrace.platforms.allocator."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from headrace.platforms.allocator import DeviceAllocator
+from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
+from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
+from headrace.platforms.graph import GraphBackend
+
+
+class TorchEvent(Event):
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._event = module.Event()
+
+    def record(self, stream: Any = None) -> None:
+        self._event.record(stream or self._module.current_stream())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
+class TorchAllocator(DeviceAllocator):
+    """Tags over torch's caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, list[torch.Tensor]] = {}
+
+    def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        self._held.setdefault(tag, []).append(memory)
+        return memory
+
+    def free(self, tag: str) -> None:
+        if self._held.pop(tag, None):
+            # back to the device: others may be waiting for it
+            torch.get_device_module(self._device).empty_cache()
+
+    def stats(self) -> dict[str, int]:
+        return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
+
+
+class TorchRuntime(DeviceRuntime):
+    """What is left to a platform: the type of its torch devices, its graphs, its collectives."""
+
+    device_type: ClassVar[str]
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self.device = torch.device(self.device_type, info.index)
+        self._module: Any = torch.get_device_module(self.device)
+        self._module.set_device(self.device)
+        self._allocator = TorchAllocator(self.device)
+        self._graphs: GraphBackend | None = None
+
+    @abstractmethod
+    def make_graphs(self) -> GraphBackend: ...
+
+    @abstractmethod
+    def make_collectives(self, group: GroupSpec) -> Collectives: ...
+
+    def stream(self) -> Any:
+        return self._module.Stream(self.device)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self._module.stream(stream)
+        return context
+
+    def event(self) -> Event:
+        return TorchEvent(self._module)
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
+
+    def memory(self) -> MemoryInfo:
+        """What torch holds for reuse counts as free: this process can have it at once."""
+        free, total = self._module.mem_get_info(self.device)
+        held = self._module.memory_reserved(self.device)
+        held -= self._module.memory_allocated(self.device)
+        return MemoryInfo(free + held, total)
+
+    def reset_peak_memory(self) -> None:
+        self._module.reset_peak_memory_stats(self.device)
+
+    def peak_memory(self) -> int:
+        return int(self._module.max_memory_allocated(self.device))
+
+    def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def seed(self, value: int) -> None:
+        torch.manual_seed(value)
+
+    def collectives(self, group: GroupSpec) -> Collectives:
+        return SoloCollectives() if group.world == 1 else self.make_collectives(group)
+
+    def graphs(self) -> GraphBackend:
+        if self._graphs is None:
+            self._graphs = self.make_graphs()
+        return self._graphs
+
+    def allocator(self) -> DeviceAllocator:
+        return self._allocator
+
+    def close(self) -> None:
+        self._graphs = None
+        self._allocator = TorchAllocator(self.device)
+        self._module.synchronize(self.device)
+        self._module.empty_cache()
