@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
+from headrace.platforms.rocm import tuning
 from headrace.platforms.torch_device.runtime import TorchRuntime
 
 
@@ -23,6 +27,11 @@ class RocmRuntime(TorchRuntime):
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return tuning.kernel_options(self.info.features, kernel, query, options)
 
     def make_graphs(self) -> GraphBackend:
         from headrace.platforms.torch_device.graphs import TorchGraphs

@@ -1,25 +1,22 @@
 """Compile every kernel variant that the engine can select, without a device.
 
     python -m headrace.platforms.triton.compile_all --arch sm_90
+    python -m headrace.platforms.triton.compile_all --arch gfx942
 
 Prints registers, spilled bytes and shared memory of each variant; exits with 1 when a variant spills more than
---most-spills bytes or needs more shared memory than the architecture has.
+--most-spills bytes, needs more shared memory than the architecture has, or lacks the matrix instructions that its
+products should be.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace.platforms.queries import (
@@ -41,6 +38,8 @@ from headrace.platforms.triton import (
     sampling,
 )
 from headrace.platforms.triton.launch import launch_options
+from headrace.platforms.triton.targets import ARCHS, Resources, Target
+from headrace.platforms.triton.targets import target as make_target
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # q heads, kv heads, head size, options: the common models, and the edges
@@ -58,9 +57,6 @@ LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 12825
 # Bytes that a variant may spill. Prompts in tiles of 128 rows on four warps spill up to 300 and are faster even so:
 # 15 % than eight warps without a spill, measured on an H200.
 MOST_SPILLS = 320
-# bytes of shared memory that one program may have
-SHARED = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227}
-SHARED = {arch: 1024 * size for arch, size in (SHARED | {"sm_120": 99}).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class Variant:
 
 
 def variants(runtime: Any) -> Iterator[Variant]:
-    """Of all kernels, with the launch options that `runtime` (a DeviceRuntime, or as much of one as `Described`)
+    """Of all kernels, with the launch options that `runtime` (a DeviceRuntime, or targets.py's `Described`)
     wants."""
     for dtype, short in DTYPES.items():
         yield from _attention(dtype, short, runtime)
@@ -145,31 +141,7 @@ def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
 
 
-class _Info:
-    def __init__(self, pdl: bool) -> None:
-        self.features = frozenset({"pdl"} if pdl else ())
-
-
-class Described:
-    """As much of a runtime as the makers of launch options look at."""
-
-    def __init__(self, pdl: bool) -> None:
-        self.info = _Info(pdl)
-
-    def kernel_options(
-        self, kernel: str, query: Any, options: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        return {}
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    registers: int
-    spills: int  # bytes stored
-    shared: int  # bytes
-
-
-def compile_variant(variant: Variant, arch: str) -> Resources:
+def compile_variant(variant: Variant, target: Target) -> Resources:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -185,57 +157,42 @@ def compile_variant(variant: Variant, arch: str) -> Resources:
         if signature[name] != "fp32" and name not in ("table_stride", "splits"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    names = ("num_warps", "num_stages", "launch_pdl")
-    options = {name: variant.options[name] for name in names if name in variant.options}
-    made = triton.compile(source, target=target, options=options)
-    registers, spills = _assembled(made.asm["ptx"])
-    return Resources(registers, spills, made.metadata.shared)
-
-
-def _assembled(ptx: str) -> tuple[int, int]:
-    """Registers a thread, and bytes spilled, as NVIDIA's assembler reports them."""
-    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-    assert target is not None
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    assembler = folder / ("ptxas-blackwell" if target[1].startswith("sm_1") else "ptxas")
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch, "kernel.ptx")
-        source.write_text(ptx)
-        command = [str(assembler), "-v", f"-arch={target[1]}", str(source), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.search(r"(\d+) bytes spill stores", said)
-    return int(registers[1]) if registers else 0, int(spills[1]) if spills else 0
+    # what is no argument of the kernel is for the compiler
+    names = variant.options.keys() - set(variant.kernel.arg_names)
+    options = {name: variant.options[name] for name in sorted(names)}
+    return target.resources(triton.compile(source, target=target.compiler, options=options))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--arch", default="sm_90", choices=sorted(SHARED))
+    parser.add_argument("--arch", default="sm_90", choices=ARCHS)
     parser.add_argument(
         "--most-spills", type=int, default=MOST_SPILLS, help="bytes a variant may spill"
     )
     parser.add_argument("--only", default="", help="variants whose name holds this text")
     asked = parser.parse_args()
     bad = count = 0
-    for variant in variants(Described(pdl=int(asked.arch.removeprefix("sm_")) >= 90)):
+    target = make_target(asked.arch)
+    for variant in variants(target.runtime):
         if asked.only not in variant.name:
             continue
         count += 1
         try:
-            used = compile_variant(variant, asked.arch)
+            used = compile_variant(variant, target)
         except Exception as error:  # one that does not compile is a finding, and so are the others
             bad += 1
             print(
                 f"{variant.name:50} FAILED: {type(error).__name__}: {str(error).splitlines()[:1]}"
             )
             continue
-        over = used.spills > asked.most_spills or used.shared > SHARED[asked.arch]
-        bad += over
+        over = used.spills > asked.most_spills or used.shared > target.shared
+        bad += over or bool(used.missing)
         text = f"{used.registers:4} registers {used.spills:5} spilled {used.shared:7} shared"
-        print(f"{variant.name:50} {text}{'  <- too much' if over else ''}", flush=True)
+        text += "  <- too much" if over else ""
+        text += f"  <- no {used.missing}" if used.missing else ""
+        print(f"{variant.name:50} {text}", flush=True)
     print(f"{asked.arch}: {count} variants, {bad} beyond the bounds")
     return 1 if bad else 0
 
