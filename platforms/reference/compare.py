@@ -1,13 +1,16 @@
-"""An implementation against the reference on a contract's generated cases: the self-test and the contract tests."""
+"""An implementation against the reference on a contract's generated cases: the self-test, the contract tests and
+`headrace conformance`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.platforms.ops import OpContract
+from headrace.platforms.ops import Case, OpContract, Tolerance
 from headrace.platforms.registry import load_target
 
 
@@ -16,6 +19,7 @@ class Comparison:
     within: bool  # every result of every case is within tolerance
     largest: float  # largest absolute difference seen
     case: str = ""  # first case that is not within
+    excess: float = 0.0  # largest difference as a multiple of the tolerance; inf where shape, dtype or NaN differ
 
 
 def compare(
@@ -27,14 +31,47 @@ def compare(
     seed: int = 0,
 ) -> Comparison:
     """Run both on the contract's generated cases."""
-    relative, absolute = contract.tolerance[getattr(query, "dtype", "float32")]
-    largest, failed = 0.0, ""
-    for case in load_target(contract.cases)(query, device, seed):
-        for got, want in zip(case.run(candidate), case.run(reference), strict=True):
-            difference = (got.double() - want.double()).abs()
-            bad = ~(difference <= absolute + relative * want.double().abs())
-            if got.shape != want.shape or got.dtype != want.dtype or bool(bad.any()):
-                failed = failed or case.name
-            worst = float(difference.max()) if difference.numel() else 0.0
-            largest = worst if worst != worst else max(largest, worst)
-    return Comparison(not failed, largest, failed)
+    tolerance = tolerance_of(contract, query)
+    largest, excess, failed = 0.0, 0.0, ""
+    for case in cases_of(contract, query, device, seed):
+        error, over = measure(case.run(candidate), case.run(reference), tolerance)
+        largest = error if error != error else max(largest, error)
+        excess = max(excess, over)
+        if over > 1.0:
+            failed = failed or case.name
+    return Comparison(not failed, largest, failed, excess)
+
+
+def cases_of(contract: OpContract, query: Any, device: torch.device, seed: int = 0) -> list[Case]:
+    """The generated cases. Their inputs are drawn on the host: equal on every device."""
+    made: list[Case] = load_target(contract.cases)(query, device, seed)
+    return made
+
+
+def tolerance_of(contract: OpContract, query: Any) -> Tolerance:
+    return contract.tolerance[getattr(query, "dtype", "float32")]
+
+
+def measure(
+    got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], tolerance: Tolerance
+) -> tuple[float, float]:
+    """(largest absolute difference, the largest as a multiple of what the tolerance allows there).
+
+    More than 1 is a failure; inf where shapes, dtypes or NaN differ. Compared on the host: not every device has
+    float64.
+    """
+    relative, absolute = tolerance
+    largest = excess = 0.0
+    for ours, truth in zip(got, want, strict=True):
+        if ours.shape != truth.shape or ours.dtype != truth.dtype:
+            return largest, math.inf
+        if not ours.numel():
+            continue
+        exact = truth.cpu().double()
+        difference = (ours.cpu().double() - exact).abs()
+        allowed = absolute + relative * exact.abs()
+        ratio = torch.where(difference == 0, 0.0, difference / allowed)
+        worst, over = float(difference.max()), float(ratio.nan_to_num(math.inf, math.inf).max())
+        largest = worst if worst != worst else max(largest, worst)
+        excess = max(excess, over)
+    return largest, excess

@@ -10,6 +10,7 @@ import torch
 from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.ops import Ops
+from headrace.platforms.reference.checks.base import Make
 from headrace.platforms.registry import Policy, Registry
 
 
@@ -38,3 +39,9 @@ def bind(runtime: DeviceRuntime, registry: Registry):
         return Ops(registry, runtime.info, runtime, Policy(force={op: name})).bind(op, query)
 
     return bind
+
+
+@pytest.fixture
+def maker(bind, runtime: DeviceRuntime):
+    """maker(op, implementation): what the checks of platforms/reference/checks are given."""
+    return lambda op, name: Make(lambda query: bind(op, query, name), runtime)

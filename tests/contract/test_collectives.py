@@ -6,34 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from headrace.platforms.collectives import GroupSpec, SoloCollectives
 
 RANK = """
-import sys, torch
+import sys
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.reference.checks.collectives import check_group
 
 rank, world = int(sys.argv[1]), int(sys.argv[2])
 platform = CpuPlatform()
 runtime = platform.open(platform.probe()[0])
 group = runtime.collectives(GroupSpec(rank, world, "file://" + sys.argv[3]))
-assert (group.rank, group.world) == (rank, world)
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    x = torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank
-    total = sum(torch.arange(6, dtype=dtype).view(2, 3) + 10 * r for r in range(world))
-    assert torch.equal(group.all_reduce(x.clone()), total)
-    assert torch.equal(group.all_reduce(x.t()), total.t()), "a strided tensor"
-    parts = [torch.arange(6, dtype=dtype).view(2, 3) + 10 * r for r in range(world)]
-    for dim in (0, 1, -1):
-        assert torch.equal(group.all_gather(x, dim), torch.cat(parts, dim))
-    assert torch.equal(group.all_gather(x.t(), 0), torch.cat([p.t() for p in parts], 0))
-    assert torch.equal(group.broadcast(x.clone(), 1), parts[1])
-ids = torch.full((4,), rank, dtype=torch.int64)
-assert group.broadcast(ids, 0).tolist() == [0] * 4
-group.barrier()
+check_group(group, runtime, rank, world)
 group.close()
 group.close()
 runtime.close()
@@ -63,17 +50,3 @@ def test_a_group_of_one(runtime):
         assert torch.equal(result, torch.arange(4.0))
     group.barrier()
     group.close()
-
-
-@pytest.mark.parametrize("tags", [("kv", "weights")])
-def test_allocator(runtime, tags):
-    allocator = runtime.allocator()
-    before = allocator.stats()
-    for tag in tags:
-        memory = allocator.reserve(1 << 20, tag)
-        assert memory.dtype == torch.uint8 and memory.shape == (1 << 20,)
-        assert not memory.any(), "reserved memory is zero"
-    assert allocator.stats() == {**before, **dict.fromkeys(tags, 1 << 20)}
-    for tag in tags:
-        allocator.free(tag)
-    assert allocator.stats() == before

@@ -8,9 +8,9 @@ import torch
 from headrace.platforms.ops import CONTRACTS, Ops
 from headrace.platforms.queries import EmbeddingQuery, LinearQuery
 from headrace.platforms.reference.compare import compare
+from headrace.platforms.reference.queries import queries
 from headrace.platforms.registry import REFERENCE, Policy, SelectionError
 from tests.contract.native_builds import TYPES, blocks, open_build, runnable, values
-from tests.contract.test_ops import queries
 
 # Activations are rounded to 8 bits, a scale for each 32 of them. With a block's largest near 2.2 standard deviations
 # the step is 0.017 of one, and the error of a sum 0.005 of rms(x) * |w|: six times that is allowed.
