@@ -39,6 +39,7 @@ from headrace.platforms.registry import (
     select,
 )
 from headrace.platforms.rocm.platform import RocmPlatform
+from headrace.platforms.xpu.platform import XpuPlatform
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -153,6 +154,24 @@ def rocm_scenes() -> list[Scene]:
     ]
 
 
+def xpu_scenes() -> list[Scene]:
+    platform = XpuPlatform()
+    described = {arch: platform.describe(arch) for arch in platform.known_archs()}
+    passed = SelfTest(True, "largest error 0.0e+00")
+    tests, plain = {"triton": passed, "ipex": passed}, {"triton-xpu": "3.7.2"}
+    full = {"pytorch-triton-xpu": "3.4.0", "intel-extension-for-pytorch": "2.8.10+xpu"}
+    arc = described["bmg"]
+    return [
+        *(
+            Scene(f"xpu-{arch}", platform, device, self_tests=tests, versions=full)
+            for arch, device in described.items()
+        ),
+        Scene("xpu-bmg-float32", platform, arc, dtype="float32", self_tests=tests, versions=full),
+        Scene("xpu-bmg-without-ipex", platform, arc, self_tests=tests, versions=plain),
+        Scene("xpu-bmg-without-triton", platform, arc, self_tests=tests),
+    ]
+
+
 def fake_scenes() -> list[Scene]:
     """Needs the installed fake platform."""
     from headrace_fake.platform import FakePlatform
@@ -233,7 +252,7 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "fake_platform" / "src"))
-    scenes = [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *fake_scenes()]
+    scenes = [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes(), *fake_scenes()]
     for path in GOLDEN.glob("*.json"):
         path.unlink()
     write(scenes)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.selection.table import GOLDEN, cpu_scenes, cuda_scenes, fake_scenes, rocm_scenes, text
+from tests.selection.table import (
+    GOLDEN,
+    cpu_scenes,
+    cuda_scenes,
+    fake_scenes,
+    rocm_scenes,
+    text,
+    xpu_scenes,
+)
 
 pytest_plugins = ["tests.fake_platform.plugin"]
 
@@ -12,7 +20,9 @@ HOW = "selection changed; if that is meant: python -m tests.selection.table, and
 
 
 @pytest.mark.parametrize(
-    "scene", [*cpu_scenes(), *cuda_scenes(), *rocm_scenes()], ids=lambda scene: scene.name
+    "scene",
+    [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes()],
+    ids=lambda scene: scene.name,
 )
 def test_described(scene):
     assert text(scene) == (GOLDEN / f"{scene.name}.json").read_text(), HOW
@@ -25,6 +35,7 @@ def test_fake(fake_platform):
 
 def test_no_table_is_left_over(fake_platform):
     scenes = {
-        scene.name for scene in (*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *fake_scenes())
+        scene.name
+        for scene in (*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes(), *fake_scenes())
     }
     assert {path.stem for path in GOLDEN.glob("*.json")} == scenes
