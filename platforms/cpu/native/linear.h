@@ -84,7 +84,7 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
                        {rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
                        {rows + r * bytes, a.k}, {rows + r * bytes, a.k}};
       for (int i = 1; i < n; ++i) x[i] = QuantRow(rows + (r + i) * bytes, a.k);
-      panel_fn(t, n, a.rows <= kFineRows)(w, shape, x, c);
+      panel_fn(t, n, a.rows <= kFineRows)(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
   }

@@ -278,10 +278,12 @@ void quantize_row(const T* x, int64_t k, int group, int zero_point, bool fine, Q
   }
 }
 
-// R rows of x against one panel: out[r][16]. The integers of a block are unpacked once for all rows.
+// R rows of x against one panel: out[r][16]. The integers of a block are unpacked once for all rows. `next`: the panel
+// to fetch meanwhile, or null.
 #if HR_AVX512 && defined(__AVX512VNNI__)
 template <int BITS, int GROUP, bool MIN, int R, bool FINE>
-void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, float (*out)[kCols]) {
+void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, const uint8_t* next,
+                float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + shape.scales_at);
   const uint16_t* mins = reinterpret_cast<const uint16_t*>(panel + shape.mins_at);
@@ -292,11 +294,11 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
   const int64_t share = shape.bytes / shape.blocks;
   for (int64_t b = 0; b < shape.blocks; ++b, data += shape.block_bytes) {
     const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
-    // The panel that follows in memory, as far on as this one: a panel has three streams of a few hundred bytes each,
-    // which the hardware's own prefetcher hardly notices.
-    if constexpr (R <= 4)
+    // The next panel, as far on as this one: a panel has three streams of a few hundred bytes each, which the
+    // hardware's own prefetcher hardly notices.
+    if (next)
       for (int64_t at = b * share & ~int64_t(63); at < (b + 1) * share; at += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(panel + shape.bytes + at), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T0);
     for (int g = 0; g < kGroups; ++g) {
       const int64_t index = b * kGroups + g;
       __m512i acc[R], rest[R];
@@ -388,7 +390,8 @@ inline void dot4(const uint8_t* w, const int8_t* x, int32_t* acc) {
 }
 
 template <int BITS, int GROUP, bool MIN, int R, bool FINE>
-void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, float (*out)[kCols]) {
+void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, const uint8_t*,
+                float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const fp16* scales = reinterpret_cast<const fp16*>(panel + shape.scales_at);
   const fp16* mins = reinterpret_cast<const fp16*>(panel + shape.mins_at);
@@ -433,7 +436,7 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
 }
 #endif
 
-using PanelFn = void (*)(const uint8_t*, const PanelShape&, const QuantRow*, float (*)[kCols]);
+using PanelFn = void (*)(const uint8_t*, const PanelShape&, const QuantRow*, const uint8_t* next, float (*)[kCols]);
 
 // Up to kFineRows rows are multiplied with both parts of x.
 constexpr int kFineRows = 4;
