@@ -116,6 +116,12 @@ class Scheduler:
             kv_used_blocks=self.kv.used_blocks,
         )
 
+    @property
+    def holds_nothing(self) -> bool:
+        """No request, row or block is in use; from counts alone."""
+        rows = len(self._free_rows) == len(self._running)
+        return rows and not self._requests and not self._waiting and not self.kv.used_blocks
+
     def problems(self) -> list[str]:
         """Broken invariants: leaked rows or blocks, lost requests. Empty when all is well; for checks and tests."""
         running = [request for request in self._running if request is not None]
