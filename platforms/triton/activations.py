@@ -21,6 +21,19 @@ def tanh(x):
 
 
 @triton.jit
+def activate(gate, KIND: tl.constexpr):
+    """silu | gelu | gelu_tanh of float32 values."""
+    if KIND == "silu":
+        active = gate * tl.sigmoid(gate)
+    elif KIND == "gelu":
+        active = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        active = 0.5 * gate * (1 + tanh(inner))
+    return active
+
+
+@triton.jit
 def gated_kernel(
     x, out, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -34,13 +47,7 @@ def gated_kernel(
     row = x + token * stride
     gate = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif KIND == "gelu":
-        active = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        active = 0.5 * gate * (1 + tanh(inner))
+    active = activate(gate, KIND)
     tl.store(out + token * WIDTH + at, (active * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -22,19 +22,24 @@ from triton.compiler import ASTSource
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
+    ExpertsQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    RouterQuery,
     SampleQuery,
 )
 from headrace.platforms.triton import (
     activations,
     attention,
     attention_kernels,
+    experts,
+    experts_kernels,
     linear,
     linear_kernels,
     norms,
     rotary,
+    routing,
     sampling,
 )
 from headrace.platforms.triton.launch import launch_options
@@ -54,6 +59,10 @@ ATTENTION: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (64, 8, 64, {"window": 128, "sinks": True}),
 )
 LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256), (576, 960))
+# experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
+EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
+# integers that kernels are not specialized on
+NOT_SPECIALIZED = ("table_stride", "splits", "most_tiles")
 # Bytes that a variant may spill. Prompts in tiles of 128 rows on four warps spill up to 300 and are faster even so:
 # 15 % than eight warps without a spill, measured on an H200.
 MOST_SPILLS = 320
@@ -75,6 +84,8 @@ def variants(runtime: Any) -> Iterator[Variant]:
         yield from _attention(dtype, short, runtime)
         yield from _rows(dtype, short, runtime)
         yield from _linear(dtype, short, runtime)
+        yield from _experts(dtype, short, runtime)
+    yield from _routing(runtime)
     numbers = ("logits", "temperatures", "top_ps", "min_ps", "uniforms")
     pointers = {**dict.fromkeys(numbers, "fp32"), "top_ks": "i32", "ids": "i64"}
     query = SampleQuery(128256, 256)
@@ -141,6 +152,50 @@ def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
 
 
+def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
+    pointers = dict.fromkeys(("x", "w13", "w2", "h", "y", "out"), short)
+    pointers |= {**dict.fromkeys(("ids", "order", "tiles"), "i32"), "weights": "fp32"}
+    scalars = dict.fromkeys(("P", "stride_x", "H", "INTER"), "i32")
+    for count, top_k, hidden, size in EXPERTS:
+        query = ExpertsQuery(count, top_k, hidden, size, dtype)
+        label = f"{short} {count}/{top_k} {hidden}x{size}"
+        for name in ("gate_up_row", "down_row"):
+            kernel = getattr(experts_kernels, f"{name}_kernel")
+            options = experts.row_options(name, query, runtime)
+            yield Variant(f"experts {name} {label}", kernel, pointers, scalars, options)
+        for rows in experts.tile_sizes(query):
+            for name in ("gate_up", "down"):
+                kernel = getattr(experts_kernels, f"{name}_kernel")
+                for few in (True, False) if rows == 16 else (False,):
+                    options = experts.product_options(name, query, runtime, rows)
+                    options |= {"FEW": few, "PAIRS": 16 * top_k if few else 1}
+                    text = f"experts {name} {label} {rows} rows{', few' if few else ''}"
+                    yield Variant(text, kernel, pointers, scalars, options)
+        options = experts.sum_options(query, runtime)
+        yield Variant(
+            f"experts sum {label}", experts_kernels.sum_kernel, pointers, scalars, options
+        )
+
+
+def _routing(runtime: Any) -> Iterator[Variant]:
+    """The router and the sort: alike for all dtypes."""
+    pointers = {"logits": "fp32", "weights": "fp32"}
+    pointers |= dict.fromkeys(("ids", "counts", "order", "tiles"), "i32")
+    scalars = dict.fromkeys(("stride", "P", "most_tiles"), "i32")
+    for count, top_k, hidden, size in EXPERTS:
+        options = routing.options(RouterQuery(count, top_k, True), runtime)
+        kernel = routing.topk_softmax_kernel
+        yield Variant(f"topk_softmax {count}/{top_k}", kernel, pointers, scalars, options)
+        query = ExpertsQuery(count, top_k, hidden, size, "bfloat16")
+        for one in (True, False):
+            options = experts.sort_options(query, runtime, one)
+            options |= {"ONE": one, "BLOCK_M": 64, "TILES": experts.tiles_at_once(options)}
+            label = f"experts sort {count}{' at once' if one else ''}"
+            yield Variant(label, experts_kernels.sort_kernel, pointers, scalars, options)
+        kernel = experts_kernels.count_kernel
+        yield Variant(f"experts count {count}", kernel, pointers, scalars, options)
+
+
 def compile_variant(variant: Variant, target: Target) -> Resources:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -154,7 +209,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
             signature[name] = "constexpr"
             constants[name] = variant.options[name]
             continue
-        if signature[name] != "fp32" and name not in ("table_stride", "splits"):
+        if signature[name] != "fp32" and name not in NOT_SPECIALIZED:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, constants, attributes)
     # what is no argument of the kernel is for the compiler

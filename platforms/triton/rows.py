@@ -16,6 +16,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
+MOST_EXPERTS = 1023
+MOST_CHOSEN = 32
 
 # Adds what the platform knows of the device: unmet needs and doubts.
 Device = Callable[[Check, DeviceInfo], Check]
@@ -47,6 +49,15 @@ def _linear(query: Any, device: DeviceInfo, check: Check) -> Check:
     return check
 
 
+def _experts(query: Any, device: DeviceInfo, check: Check) -> Check:
+    for scheme in dict.fromkeys((query.scheme or query.dtype, query.down_scheme or query.dtype)):
+        check.need(
+            scheme in FLOATS, f"weights in {scheme} are dequantized at load, not computed with"
+        )
+    check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
+    return check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} of them exceed {MOST_CHOSEN}")
+
+
 def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
     check.need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
     widest = max(query.head_dim, query.v_head_dim)
@@ -64,6 +75,12 @@ def implementations(
     def samples(query: Any, device: DeviceInfo) -> Verdict:
         return known(Check(), device).verdict()
 
+    def routes(query: Any, device: DeviceInfo) -> Verdict:
+        check = known(Check(), device)
+        check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
+        check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} of them exceed {MOST_CHOSEN}")
+        return check.verdict()
+
     def verdict(judge: Callable[[Any, DeviceInfo, Check], Check]) -> Callable[..., Verdict]:
         def supports(query: Any, device: DeviceInfo) -> Verdict:
             check = _dtype(known(Check(), device), query.dtype, device)
@@ -74,6 +91,7 @@ def implementations(
     home = "headrace.platforms.triton"
     rows = (
         ("linear", f"{home}.linear:TritonLinear", _linear),
+        ("fused_experts", f"{home}.experts:TritonExperts", _experts),
         ("paged_attention", f"{home}.attention:TritonAttention", _attention),
         ("rms_norm", f"{home}.norms:RmsNorm", _norm),
         ("fused_add_rms_norm", f"{home}.norms:AddRmsNorm", _norm),
@@ -84,6 +102,7 @@ def implementations(
     )
     table = [(op, target, verdict(judge)) for op, target, judge in rows]
     table.append(("sample", f"{home}.sampling:Sample", samples))
+    table.append(("topk_softmax", f"{home}.routing:TopkSoftmax", routes))
     return [
         Implementation(
             op,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.platforms.ops import CONTRACTS
-from headrace.platforms.queries import SampleQuery
+from headrace.platforms.queries import ExpertsQuery, RouterQuery, SampleQuery
 from headrace.platforms.reference import cases
 from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
 from headrace.platforms.reference.compare import compare
@@ -19,7 +19,14 @@ pytestmark = pytest.mark.device
 ALL = [
     named
     for dtype in ("float32", "bfloat16", "float16")
-    for group in (queries.rows, queries.wide_rows, queries.attentions, queries.wide_attentions)
+    for group in (
+        queries.rows,
+        queries.wide_rows,
+        queries.experts,
+        queries.wide_experts,
+        queries.attentions,
+        queries.wide_attentions,
+    )
     for named in group(dtype)
 ]
 
@@ -47,6 +54,29 @@ def test_rows_without_a_finite_logit_give_some_id(make, runtime):
     for temperature in (0.0, 1.0):
         ids = op(logits, number * 2 * temperature, number.int(), number, number, number)
         assert ((ids >= 0) & (ids < 5000)).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "tokens"), [(8, 2, 700), (128, 8, 250), (60, 4, 3000), (128, 8, 6000)]
+)
+def test_experts_of_many_tokens(make, runtime, experts, top_k, tokens):
+    """Tiles of every height, pairs sorted by one program and by many, an expert that nobody chose."""
+    query = ExpertsQuery(experts, top_k, 512, 384, "bfloat16")
+    draw = cases._Draw(runtime.device, 1)
+    w13 = draw.normal(experts, 768, 512, dtype="bfloat16", scale=512**-0.5)
+    w2 = draw.normal(experts, 512, 384, dtype="bfloat16", scale=384**-0.5)
+    x = draw.normal(tokens, 512, dtype="bfloat16")
+    logits = draw.normal(tokens, experts, scale=2.0)
+    logits[:, 3] = -100.0
+    weights, ids = make("topk_softmax", "reference", RouterQuery(experts, top_k, True))(
+        logits, top_k, True
+    )
+    results = []
+    for name in ("triton", "reference"):
+        op = make("fused_experts", name, query)
+        results.append(op(x, weights, ids, op.pack(w13, w2)))
+    relative, absolute = CONTRACTS["fused_experts"].tolerance["bfloat16"]
+    torch.testing.assert_close(*results, rtol=relative, atol=absolute)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,6 +1,6 @@
 """Run one group of the kernels' queries in Triton's interpreter; a line for each that is wrong, exit code 1.
 
-TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted rows|attention|sample DTYPE
+TRITON_INTERPRET=1 python -m tests.platforms.triton.interpreted GROUP DTYPE
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.ops import CONTRACTS
 from headrace.platforms.reference.compare import compare
 from headrace.platforms.registry import Registry, always
+from headrace.platforms.triton import experts
 from headrace.platforms.triton.rows import implementations
 from tests.platforms.triton import queries
 
@@ -24,7 +25,15 @@ def main(group: str, dtype: str) -> int:
     runtime = platform.open(platform.probe()[0])
     # one unit: few programs are enough to fill it, so sequences are not split; many: they are
     wrong = 0
-    groups = {"rows": queries.rows, "attention": queries.attentions, "sample": queries.samples}
+    if group == "sorted experts":  # many programs sort where otherwise one does
+        experts.ONE_CHUNK = experts.CHUNK = 64
+    groups = {
+        "rows": queries.rows,
+        "experts": queries.experts,
+        "sorted experts": queries.sorted_experts,
+        "attention": queries.attentions,
+        "sample": queries.samples,
+    }
     asked = groups[group](dtype)
     for units in (1, 64) if group == "attention" else (1,):
         runtime.info = dataclasses.replace(runtime.info, units=units)

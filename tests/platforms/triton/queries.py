@@ -7,9 +7,11 @@ from typing import Any
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
+    ExpertsQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
+    RouterQuery,
     SampleQuery,
 )
 
@@ -67,6 +69,30 @@ def wide_attentions(dtype: str) -> list[Named]:
         attention(8, 4, 256, dtype, softcap=50.0),
         attention(64, 8, 64, dtype, window=128, sinks=True),
         attention(16, 1, 128, dtype),
+    ]
+
+
+def experts(dtype: str) -> list[Named]:
+    """Sizes that no tile divides; routers of few and of many experts."""
+    routers = ((8, 2, True), (60, 4, False), (128, 8, True), (5, 5, False))
+    return [
+        *(("topk_softmax", RouterQuery(*router)) for router in routers),
+        ("fused_experts", ExpertsQuery(5, 2, 96, 80, dtype)),
+        ("fused_experts", ExpertsQuery(24, 5, 64, 48, dtype, activation="gelu_tanh")),
+    ]
+
+
+def sorted_experts(dtype: str) -> list[Named]:
+    return [("fused_experts", ExpertsQuery(12, 4, 32, 32, dtype, activation="gelu"))]
+
+
+def wide_experts(dtype: str) -> list[Named]:
+    """Shares of Mixtral 8x7B, Qwen1.5-MoE-A2.7B and Qwen3-30B-A3B."""
+    return [
+        ("topk_softmax", RouterQuery(128, 8, True)),
+        ("fused_experts", ExpertsQuery(8, 2, 4096, 3584, dtype)),
+        ("fused_experts", ExpertsQuery(60, 4, 2048, 1408, dtype, activation="gelu")),
+        ("fused_experts", ExpertsQuery(128, 8, 2048, 768, dtype)),
     ]
 
 

@@ -32,6 +32,9 @@ def missing() -> str:
     [
         ("rows", "float32"),
         ("rows", "float16"),
+        ("experts", "float32"),
+        ("sorted experts", "float32"),
+        pytest.param("experts", "float16", marks=pytest.mark.slow),
         pytest.param("sample", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float16", marks=pytest.mark.slow),

@@ -1,0 +1,212 @@
+"""Mixture of experts. Contract: headrace.platforms.linear, ExpertsImpl. The kernels say how they divide the work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from headrace.platforms.device import DeviceRuntime
+from headrace.platforms.linear import ExpertsImpl
+from headrace.platforms.queries import ExpertsQuery
+from headrace.platforms.triton.experts_kernels import (
+    count_kernel,
+    down_kernel,
+    down_row_kernel,
+    gate_up_kernel,
+    gate_up_row_kernel,
+    sort_kernel,
+    sum_kernel,
+)
+from headrace.platforms.triton.launch import launch_options, power_of_two
+
+# So many tokens, and pairs of a token and an expert, find their experts' tiles without sorting. An expert has at most
+# one pair of each token, so one tile of 16 rows holds all of its pairs.
+FEW_TOKENS = 16
+FEW_PAIRS = 256
+# Pairs that one program sorts: all of them at first, then so many that tens of programs share the work.
+ONE_CHUNK = 4096
+CHUNK = 2048
+# Rows of a tile, by the pairs that an expert has on average.
+TILE_ROWS = (16, 32, 64, 128)
+
+# Launch parameters by rows of a tile, until a device has its own: BLOCK_N, BLOCK_K, warps, stages.
+GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3)}
+DOWN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
+# float32 products on the ordinary units: all operands sit in registers
+EXACT = (32, 32, 4, 1)
+
+
+def tile_sizes(query: ExpertsQuery) -> tuple[int, ...]:
+    """Rows that tiles may have."""
+    return TILE_ROWS[:1] if query.dtype == "float32" else TILE_ROWS
+
+
+def tile_rows(query: ExpertsQuery, tokens: int) -> int:
+    """Rows of a tile: few empty ones where most experts have few pairs, many where they have many."""
+    average, sizes = tokens * query.top_k / query.experts, tile_sizes(query)
+    return next((rows for rows in sizes if rows >= average), sizes[-1])
+
+
+def most_tiles(query: ExpertsQuery, pairs: int, rows: int) -> int:
+    """How many tiles sorted pairs can need: every expert that is used may fill its last one with one pair."""
+    used = min(pairs, query.experts)
+    return used + (pairs - used) // rows
+
+
+def product_options(
+    kernel: str, query: ExpertsQuery, runtime: DeviceRuntime, rows: int
+) -> dict[str, Any]:
+    """Of "gate_up" and "down" with tiles of `rows` rows."""
+    table = GATE_UP if kernel == "gate_up" else DOWN
+    columns, depth, warps, stages = EXACT if query.dtype == "float32" else table[rows]
+    options = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
+    options |= {"num_warps": warps, "num_stages": stages}
+    chosen = launch_options(f"experts_{kernel}", query, runtime, options, dependent=True)
+    # float32 products are exact to float32, not rounded to what matrix units take
+    chosen["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
+    if kernel == "gate_up":
+        chosen |= {"TOP_K": query.top_k, "KIND": query.activation}
+    return chosen | _even(query.hidden if kernel == "gate_up" else query.intermediate, chosen)
+
+
+def row_options(kernel: str, query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    """Of "gate_up_row" and "down_row", for one token."""
+    k = power_of_two(query.top_k)
+    rows, depth, warps = (4, 512, 4) if kernel == "gate_up_row" else (2, max(64, 2048 // k), 4)
+    if query.dtype == "float32":
+        depth //= 2
+    options = {"BLOCK_N": rows, "BLOCK_K": depth, "num_warps": warps, "num_stages": 1}
+    chosen = launch_options(f"experts_{kernel}", query, runtime, options, dependent=True)
+    if kernel == "down_row":
+        return chosen | {"TOP_K": query.top_k, "K_PAD": k} | _even(query.intermediate, chosen)
+    return chosen | {"KIND": query.activation} | _even(query.hidden, chosen)
+
+
+def _even(depth: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {"EVEN": depth % options["BLOCK_K"] == 0}
+
+
+def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict[str, Any]:
+    """Of the two kernels that sort pairs; `one`: a single program does it."""
+    # a histogram has a bin at least for each thread of a warp
+    bins = power_of_two(query.experts + 1, 64)
+    size, block = (ONE_CHUNK, 1024) if one else (CHUNK, 512)
+    options = {"BLOCK": min(size, block), "num_warps": 8 if one else 4}
+    chosen = launch_options("experts_sort", query, runtime, options, dependent=True)
+    return chosen | {"E": query.experts, "BINS": bins, "CHUNK": size}
+
+
+def tiles_at_once(options: dict[str, Any]) -> int:
+    """Tiles that a program of sort_kernel finds at a time, about 8,192 comparisons."""
+    return int(min(64, max(4, 8192 // options["BINS"])))
+
+
+def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    k = power_of_two(query.top_k)
+    options = {"BLOCK": min(power_of_two(query.hidden), max(128, 4096 // k)), "num_warps": 4}
+    chosen = launch_options("experts_sum", query, runtime, options, dependent=True)
+    return {**chosen, "TOP_K": query.top_k, "K_PAD": k}
+
+
+class TritonExperts(ExpertsImpl):
+    def __init__(self, query: ExpertsQuery, runtime: DeviceRuntime) -> None:
+        super().__init__(query, runtime)
+        self._dtype = getattr(torch, query.dtype)
+        names = ("gate_up_row", "down_row")
+        self._gate_up_row, self._down_row = (row_options(n, query, runtime) for n in names)
+        self._products = {
+            rows: tuple(product_options(n, query, runtime, rows) for n in ("gate_up", "down"))
+            for rows in tile_sizes(query)
+        }
+        self._sort = {one: sort_options(query, runtime, one) for one in (True, False)}
+        self._sum = sum_options(query, runtime)
+
+    def pack(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
+        return w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any
+    ) -> torch.Tensor:
+        tokens = x.shape[0]
+        weights, ids = weights.contiguous(), ids.contiguous()
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if tokens == 1:
+            self._row(x, weights, ids, packed, out)
+        elif tokens:
+            self._rows(x, weights, ids, packed, out)
+        return out
+
+    def _row(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        packed: Any,
+        out: torch.Tensor,
+    ) -> None:
+        query = self.query
+        hidden, size = query.hidden, query.intermediate
+        h = torch.empty(query.top_k, size, dtype=x.dtype, device=x.device)
+        grid = (triton.cdiv(size, self._gate_up_row["BLOCK_N"]), query.top_k)
+        gate_up_row_kernel[grid](x, packed[0], h, ids, hidden, size, **self._gate_up_row)
+        grid = (triton.cdiv(hidden, self._down_row["BLOCK_N"]),)
+        down_row_kernel[grid](h, packed[1], weights, ids, out, hidden, size, **self._down_row)
+
+    def _rows(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        packed: Any,
+        out: torch.Tensor,
+    ) -> None:
+        query = self.query
+        tokens, hidden, size = x.shape[0], query.hidden, query.intermediate
+        pairs = tokens * query.top_k
+        few = tokens <= FEW_TOKENS and pairs <= FEW_PAIRS
+        if few:
+            rows, order, tiles, count = 16, ids, ids, pairs
+        else:
+            rows = tile_rows(query, tokens)
+            count = most_tiles(query, pairs, rows)
+            order, tiles = self._sorted(ids, pairs, rows, count)
+        gate_up, down = self._products[rows]
+        few_options = {"FEW": few, "PAIRS": power_of_two(pairs) if few else 1}
+        h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+        grid = (triton.cdiv(size, gate_up["BLOCK_N"]), count)
+        gate_up_kernel[grid](
+            x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size,
+            **few_options, **gate_up,
+        )  # fmt: skip
+        y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+        grid = (triton.cdiv(hidden, down["BLOCK_N"]), count)
+        down_kernel[grid](
+            h, packed[1], y, ids, order, tiles, pairs, hidden, size, **few_options, **down
+        )
+        grid = (tokens, triton.cdiv(hidden, self._sum["BLOCK"]))
+        sum_kernel[grid](y, weights, out, hidden, **self._sum)
+
+    def _sorted(
+        self, ids: torch.Tensor, pairs: int, rows: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs in the order of their experts [P], and the tiles [count, 3]; int32."""
+        one = pairs <= ONE_CHUNK
+        options = self._sort[one]
+        chunks = 1 if one else triton.cdiv(pairs, CHUNK)
+
+        def integers(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=ids.device)
+
+        counts = integers(2, chunks, options["BINS"])
+        order, tiles = integers(pairs), integers(count, 3)
+        if not one:
+            count_kernel[(chunks,)](ids, counts, pairs, **options)
+        sort_kernel[(chunks,)](
+            ids, counts, order, tiles, pairs, count, ONE=one, BLOCK_M=rows,
+            TILES=tiles_at_once(options), **options,
+        )  # fmt: skip
+        return order, tiles

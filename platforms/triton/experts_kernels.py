@@ -1,0 +1,268 @@
+"""Kernels of a mixture of experts. T tokens, K experts for each: P = T * K pairs; pair p belongs to token p // K.
+
+One token: two products on the ordinary units. Up to 16 tokens: each expert's first pair computes for all pairs of
+that expert. More: pairs are sorted by expert, in tiles of BLOCK_M that no two experts share. In each case an expert's
+weights are read once for a tile. Nothing is read back by the host: grids cover the most tiles that there can be.
+
+h [P, INTER] and y [P, H] have a row for each pair. w13 is [E, 2 * INTER, H] (gate's rows, then up's), w2 [E, H, INTER].
+Sums are float32. The order of pairs within an expert is not fixed, and no result depends on it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.platforms.triton.activations import activate
+from headrace.platforms.triton.launch import after_previous, let_next_start
+
+
+@triton.jit
+def _counted(ids, start, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Pairs of each expert among start .. start + CHUNK; what is beyond P is counted as expert E."""
+    counts = tl.zeros([BINS], tl.int32)
+    for offset in range(0, CHUNK, BLOCK):
+        at = start + offset + tl.arange(0, BLOCK)
+        counts += tl.histogram(tl.load(ids + at, mask=at < P, other=E), BINS)
+    return counts
+
+
+@triton.jit
+def count_kernel(
+    ids, counts, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """counts [chunks, BINS]: pairs of each expert in each chunk."""
+    chunk = tl.program_id(0)
+    let_next_start(PDL)
+    after_previous(PDL)
+    found = _counted(ids, chunk * CHUNK, P, E, BINS, CHUNK, BLOCK)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["most_tiles"])
+def sort_kernel(
+    ids, counts, order, tiles, P, most_tiles, ONE: tl.constexpr, E: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """order [P]: pairs by expert. tiles [most_tiles, 3]: expert, first place in `order`, and where its rows stop.
+
+    A program places the pairs of a chunk: behind those of lower experts, and of its expert in earlier chunks. With
+    ONE chunk it counts them itself; else its row of `counts` gives way to where the next pair of each expert goes,
+    so counts [2, chunks, BINS] has a second half for that.
+    """
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, BINS)
+    let_next_start(PDL)
+    after_previous(PDL)
+    before = tl.zeros([BINS], tl.int32)
+    if ONE:
+        total = _counted(ids, 0, P, E, BINS, CHUNK, BLOCK)
+    else:
+        total = tl.zeros([BINS], tl.int32)
+        for other in range(chunks):
+            count = tl.load(counts + other * BINS + expert)
+            total += count
+            before += tl.where(other < chunk, count, 0)
+    total = tl.where(expert < E, total, 0)
+    end = tl.cumsum(total, axis=0)
+    start = end - total
+    nexts = counts + (chunks + chunk) * BINS
+    tl.store(nexts + expert, start + before)
+    tl.debug_barrier()
+    for offset in range(0, CHUNK, BLOCK):
+        pair = chunk * CHUNK + offset + tl.arange(0, BLOCK)
+        mine = tl.load(ids + pair, mask=pair < P, other=0)
+        place = tl.atomic_add(nexts + mine, 1, mask=pair < P)
+        tl.store(order + place, pair, mask=pair < P)
+    number = (total + BLOCK_M - 1) // BLOCK_M
+    tile_end = tl.cumsum(number, axis=0)
+    tile_start = tile_end - number
+    for base in range(chunk * TILES, most_tiles, chunks * TILES):
+        tile = base + tl.arange(0, TILES)
+        order_in = tile[:, None] - tile_start[None, :]
+        hit = (order_in >= 0) & (tile[:, None] < tile_end[None, :])
+        first = start[None, :] + order_in * BLOCK_M
+        stop = tl.minimum(first + BLOCK_M, end[None, :])
+        place = tiles + 3 * tile
+        real = tile < most_tiles
+        tl.store(place, tl.sum(tl.where(hit, expert[None, :], 0), axis=1), mask=real)
+        tl.store(place + 1, tl.sum(tl.where(hit, first, 0), axis=1), mask=real)
+        tl.store(place + 2, tl.sum(tl.where(hit, stop, 0), axis=1), mask=real)
+
+
+@triton.jit
+def _tile(ids, order, tiles, P, FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, its pairs [BLOCK_M], how many they are) of the program's tile; none when it has nothing to do."""
+    tile = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    if FEW:
+        other = tl.arange(0, PAIRS)
+        expert = tl.load(ids + tile)
+        same = tl.load(ids + other, mask=other < P, other=-1) == expert
+        earlier = tl.sum((same & (other < tile)).to(tl.int32), axis=0)
+        rank = tl.cumsum(same.to(tl.int32), axis=0) - 1
+        hit = same[None, :] & (rank[None, :] == row[:, None])
+        pair = tl.sum(tl.where(hit, other[None, :], 0), axis=1)
+        count = tl.where(earlier == 0, tl.sum(same.to(tl.int32), axis=0), 0)
+    else:
+        expert = tl.load(tiles + 3 * tile)
+        first = tl.load(tiles + 3 * tile + 1)
+        count = tl.load(tiles + 3 * tile + 2) - first
+        pair = tl.load(order + first + row, mask=row < count, other=0)
+    return expert, pair, count
+
+
+@triton.jit
+def gate_up_kernel(
+    x, w13, h, ids, order, tiles, P, stride_x, H, INTER, TOP_K: tl.constexpr, KIND: tl.constexpr,
+    FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h = act(x w1^T) * (x w3^T): BLOCK_N features of gate and the same of up for one tile."""
+    let_next_start(PDL)
+    after_previous(PDL)
+    expert, pair, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
+    if count > 0:
+        live = tl.arange(0, BLOCK_M) < count
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        rows = x + (pair // TOP_K).to(tl.int64)[:, None] * stride_x + k[None, :]
+        feature = tl.minimum(n, INTER - 1).to(tl.int64)
+        gates = w13 + expert.to(tl.int64) * (2 * INTER) * H + feature[None, :] * H + k[:, None]
+        ups = gates + INTER.to(tl.int64) * H
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, H, BLOCK_K):
+            if EVEN:
+                a = tl.load(rows + start, mask=live[:, None], other=0.0)
+                b = tl.load(gates + start)
+                c = tl.load(ups + start)
+            else:
+                inside = start + k < H
+                a = tl.load(rows + start, mask=live[:, None] & inside[None, :], other=0.0)
+                b = tl.load(gates + start, mask=inside[:, None], other=0.0)
+                c = tl.load(ups + start, mask=inside[:, None], other=0.0)
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            up = tl.dot(a, c, up, input_precision=PRECISION)
+        place = h + pair.to(tl.int64)[:, None] * INTER + n[None, :]
+        value = activate(gate, KIND) * up
+        tl.store(place, value.to(h.dtype.element_ty), mask=live[:, None] & (n < INTER)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    h, w2, y, ids, order, tiles, P, H, INTER, FEW: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y = h w2^T: BLOCK_N features for one tile."""
+    let_next_start(PDL)
+    after_previous(PDL)
+    expert, pair, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
+    if count > 0:
+        live = tl.arange(0, BLOCK_M) < count
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        rows = h + pair.to(tl.int64)[:, None] * INTER + k[None, :]
+        feature = tl.minimum(n, H - 1).to(tl.int64)
+        weights = w2 + expert.to(tl.int64) * H * INTER + feature[None, :] * INTER + k[:, None]
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, INTER, BLOCK_K):
+            if EVEN:
+                a = tl.load(rows + start, mask=live[:, None], other=0.0)
+                b = tl.load(weights + start)
+            else:
+                inside = start + k < INTER
+                a = tl.load(rows + start, mask=live[:, None] & inside[None, :], other=0.0)
+                b = tl.load(weights + start, mask=inside[:, None], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        place = y + pair.to(tl.int64)[:, None] * H + n[None, :]
+        tl.store(place, acc.to(y.dtype.element_ty), mask=live[:, None] & (n < H)[None, :])
+
+
+@triton.jit
+def sum_kernel(
+    y, weights, out, H, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [T, H]: the K rows of a token in y, weighted."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K_PAD)
+    let_next_start(PDL)
+    after_previous(PDL)
+    share = tl.load(weights + token * TOP_K + k, mask=k < TOP_K, other=0.0)
+    place = y + (token * TOP_K + k)[:, None] * H + at[None, :]
+    rows = tl.load(place, mask=(k < TOP_K)[:, None] & (at < H)[None, :], other=0.0)
+    total = tl.sum(rows.to(tl.float32) * share[:, None], axis=0)
+    tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=at < H)
+
+
+@triton.jit
+def gate_up_row_kernel(
+    x, w13, h, ids, H, INTER, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h [K, INTER] of one token: BLOCK_N features of gate and the same of up of one of its experts."""
+    choice = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    let_next_start(PDL)
+    after_previous(PDL)
+    expert = tl.load(ids + choice).to(tl.int64)
+    feature = tl.minimum(n, INTER - 1).to(tl.int64)
+    gates = w13 + expert * (2 * INTER) * H + feature[:, None] * H + at[None, :]
+    ups = gates + INTER.to(tl.int64) * H
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, H, BLOCK_K):
+        if EVEN:
+            value = tl.load(x + k + at).to(tl.float32)[None, :]
+            a = tl.load(gates + k)
+            b = tl.load(ups + k)
+        else:
+            inside = k + at < H
+            value = tl.load(x + k + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+            a = tl.load(gates + k, mask=inside[None, :], other=0.0)
+            b = tl.load(ups + k, mask=inside[None, :], other=0.0)
+        gate += a.to(tl.float32) * value
+        up += b.to(tl.float32) * value
+    result = activate(tl.sum(gate, axis=1), KIND) * tl.sum(up, axis=1)
+    tl.store(h + choice * INTER + n, result.to(h.dtype.element_ty), mask=n < INTER)
+
+
+@triton.jit
+def down_row_kernel(
+    h, w2, weights, ids, out, H, INTER, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [H] of one token: BLOCK_N features over all its experts at once, so that many reads are in flight."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    choice = tl.arange(0, K_PAD)
+    let_next_start(PDL)
+    after_previous(PDL)
+    expert = tl.load(ids + choice, mask=choice < TOP_K, other=0).to(tl.int64)
+    share = tl.load(weights + choice, mask=choice < TOP_K, other=0.0)
+    feature = tl.minimum(n, H - 1).to(tl.int64)
+    rows = h + choice[:, None] * INTER + at[None, :]
+    tile = w2 + (expert[None, :] * H + feature[:, None])[:, :, None] * INTER + at[None, None, :]
+    acc = tl.zeros([BLOCK_N, K_PAD, BLOCK_K], tl.float32)
+    for i in range(0, INTER, BLOCK_K):
+        live = (choice < TOP_K)[:, None]
+        if EVEN:
+            if TOP_K == K_PAD:
+                part = tl.load(tile + i)
+                value = tl.load(rows + i)
+            else:
+                part = tl.load(tile + i, mask=live[None, :, :], other=0.0)
+                value = tl.load(rows + i, mask=live, other=0.0)
+        else:
+            live &= (i + at < INTER)[None, :]
+            part = tl.load(tile + i, mask=live[None, :, :], other=0.0)
+            value = tl.load(rows + i, mask=live, other=0.0)
+        acc += part.to(tl.float32) * (value.to(tl.float32) * share[:, None])[None, :, :]
+    result = tl.sum(tl.sum(acc, axis=2), axis=1)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < H)
