@@ -18,6 +18,7 @@ from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.npu.platform import NpuPlatform
 from headrace.platforms.platform import Platform
 from headrace.platforms.queries import (
     ActivationQuery,
@@ -132,6 +133,28 @@ def cuda_scenes() -> list[Scene]:
         ),
         Scene("cuda-sm_90-float32", platform, hopper, dtype="float32", versions=triton),
         Scene("cuda-without-triton", platform, hopper),
+    ]
+
+
+def npu_scenes() -> list[Scene]:
+    platform = NpuPlatform()
+    described = {arch: platform.describe(arch) for arch in platform.known_archs()}
+    passed = SelfTest(True, "largest error 0.0e+00")
+    names = {row.name for row in platform.implementations()}
+    tests, here = dict.fromkeys(names, passed), {"torch-npu": "2.12.0"}
+    atlas = described["910B"]
+    wrong = {**tests, "fia": SelfTest(False, "padded, block size #0: largest error 1.0e+00")}
+    return [
+        *(
+            Scene(f"npu-{arch}", platform, device, self_tests=tests, versions=here)
+            for arch, device in described.items()
+        ),
+        Scene(
+            "npu-910B-float32", platform, atlas, dtype="float32", self_tests=tests, versions=here
+        ),
+        Scene("npu-910B-fia-fails", platform, atlas, self_tests=wrong, versions=here),
+        Scene("npu-910B-only-verified", platform, atlas, Policy(only_verified=True), versions=here),
+        Scene("npu-910B-without-torch_npu", platform, atlas),
     ]
 
 
@@ -252,7 +275,14 @@ def main() -> None:
     import sys
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "fake_platform" / "src"))
-    scenes = [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes(), *fake_scenes()]
+    scenes = [
+        *cpu_scenes(),
+        *cuda_scenes(),
+        *npu_scenes(),
+        *rocm_scenes(),
+        *xpu_scenes(),
+        *fake_scenes(),
+    ]
     for path in GOLDEN.glob("*.json"):
         path.unlink()
     write(scenes)

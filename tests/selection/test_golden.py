@@ -9,6 +9,7 @@ from tests.selection.table import (
     cpu_scenes,
     cuda_scenes,
     fake_scenes,
+    npu_scenes,
     rocm_scenes,
     text,
     xpu_scenes,
@@ -21,7 +22,7 @@ HOW = "selection changed; if that is meant: python -m tests.selection.table, and
 
 @pytest.mark.parametrize(
     "scene",
-    [*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes()],
+    [*cpu_scenes(), *cuda_scenes(), *npu_scenes(), *rocm_scenes(), *xpu_scenes()],
     ids=lambda scene: scene.name,
 )
 def test_described(scene):
@@ -36,6 +37,7 @@ def test_fake(fake_platform):
 def test_no_table_is_left_over(fake_platform):
     scenes = {
         scene.name
-        for scene in (*cpu_scenes(), *cuda_scenes(), *rocm_scenes(), *xpu_scenes(), *fake_scenes())
+        for scenes in (cpu_scenes, cuda_scenes, npu_scenes, rocm_scenes, xpu_scenes, fake_scenes)
+        for scene in scenes()
     }
     assert {path.stem for path in GOLDEN.glob("*.json")} == scenes
