@@ -9,6 +9,7 @@ from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.platform import Default, ModelShape, Platform, Problem
 from headrace.platforms.registry import Check, Implementation
 from headrace.platforms.rocm import hardware
+from headrace.platforms.rocm.aiter import rows as aiter_rows
 from headrace.platforms.triton import rows
 
 # Architectures on which the contract tests were run by the project: none so far.
@@ -111,7 +112,8 @@ class RocmPlatform(Platform):
         return problems
 
     def implementations(self) -> Iterable[Implementation]:
-        return rows.implementations(self.name, known, hardware.TRITON_NAMES)
+        shared = rows.implementations(self.name, known, hardware.TRITON_NAMES)
+        return [*aiter_rows.implementations(self.name, known), *shared]
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace.platforms.rocm.runtime import RocmRuntime
