@@ -193,6 +193,39 @@ def explain(
     run(model, given, config, as_json)
 
 
+@app.command(cls=Command)
+def conformance(
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device to test, such as cpu or cuda:1.")
+    ] = "auto",
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP",
+            help="Only this op, or op=implementation; or one of memory, graphs, collectives, model. May be repeated.",
+            show_default="everything",
+        ),
+    ] = None,
+    report: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Write the report, as it grows.")
+    ] = "",
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest silence of a test.", min=1.0)
+    ] = 300.0,
+) -> None:
+    """Test every implementation that this device's platform lists, chosen or not, against the reference.
+
+    Ends with 1 when a test failed. The report says what ran where: send it to have hardware marked as verified.
+
+    [bold]headrace conformance --json report.json[/bold]
+
+    [bold]headrace conformance --device cuda:0 --op paged_attention[/bold]
+    """
+    from headrace.cli.conformance.run import run
+
+    run(device, op or [], report, time_limit)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Ends the process: 0, 1 (could not be carried out), 2 (wrong use), 130 (Ctrl-C)."""
     args = list(sys.argv[1:] if arguments is None else arguments)

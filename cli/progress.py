@@ -54,6 +54,11 @@ def _bar(download: bool) -> Any:
     )
 
 
+def test_bar() -> Any:
+    """The bar of a run over tests; not started yet."""
+    return _bar(download=False)
+
+
 class DownloadBar:
     """Shows the download of a model; nothing at all while nothing is downloaded. Updates may come from any thread."""
 

@@ -53,8 +53,8 @@ def queries(op: str) -> list[Any]:
         elif op.endswith("_and_mul"):
             made += [ActivationQuery(size, dtype) for size in (1536, 100, 1)]
         elif op == "fused_experts":
-            sizes = [(8, 2, 64, 96), (16, 4, 96, 32), (3, 3, 34, 10), (1, 1, 64, 32)]
-            made += [ExpertsQuery(*size, dtype) for size in sizes]
+            experts = [(8, 2, 64, 96), (16, 4, 96, 32), (3, 3, 34, 10), (1, 1, 64, 32)]
+            made += [ExpertsQuery(*size, dtype) for size in experts]
             made += [ExpertsQuery(4, 2, 64, 32, dtype, activation=a) for a in ("gelu", "gelu_tanh")]
         elif op == "paged_attention":
             made += attention_queries(dtype)
