@@ -13,7 +13,7 @@ from headrace.engine.models.registry import model_shape
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.online import left_float
-from headrace.platforms.kv_layout import KVSpec
+from headrace.platforms.kv_layout import SCALE_BYTES, KVSpec
 
 
 def model_line(plan: Plan) -> str:
@@ -53,12 +53,15 @@ def kv_bytes_per_token(specs: list[KVSpec]) -> int:
 
 
 def kv_arithmetic(spec: ModelSpec, kv_dtype: str, world: int) -> str:
-    """ "22.5 KiB a token = 30 layers x 2 x 3 heads x 64 x 2 bytes (bfloat16)", windows named."""
+    """ "22.5 KiB a token = 30 layers x 2 x 3 heads x 64 x 2 bytes (bfloat16)", scales and windows named."""
     specs = kv_specs(spec, kv_dtype, world)
     windows = [row.window for row in specs if row.window]
+    head, scale = f"{spec.head_dim} x {item_bytes(kv_dtype)}", SCALE_BYTES.get(kv_dtype, 0)
+    if scale:
+        head = f"({head} + {scale} of scale)"
     text = (
         f"{format_bytes(kv_bytes_per_token(specs))} a token = {len(specs)} layers x 2 x {specs[0].kv_heads} heads x "
-        f"{spec.head_dim} x {item_bytes(kv_dtype)} bytes ({kv_dtype})"
+        f"{head} bytes ({kv_dtype})"
     )
     if windows:
         text += f"; {len(windows)} layers keep the last {format_count(max(windows))} tokens only"

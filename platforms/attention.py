@@ -48,7 +48,11 @@ class PagedAttention(ABC):
         v_cache: torch.Tensor,
         plan: Any,
     ) -> None:
-        """Scatter k, v [T, Hkv, D] into the caches [P, Hkv, S, D] at the plan's slots. Capturable."""
+        """Scatter k, v [T, Hkv, D] into the caches [P, Hkv, S, D] at the plan's slots. Capturable.
+
+        int8 caches are [P, Hkv, S, D + 4] (kv_layout.SCALE_BYTES): round(x / scale) to even with scale = max|x| / 127
+        of the row, then the scale. A row with a number that is not finite gets the scale NaN.
+        """
 
     @abstractmethod
     def attend(

@@ -13,6 +13,10 @@ from typing import Literal
 Axis = Literal["P", "K", "H", "S", "D"]
 Layout = tuple[Axis, Axis, Axis, Axis, Axis]
 
+# Bytes of scale behind the numbers of a token's key, and of its value, in one head. int8: a float32 by which they are
+# multiplied. Views of such a cache are [P, H, S, D + scale], so the plain order is rows of numbers and their scale.
+SCALE_BYTES = {"int8": 4}
+
 # The canonical layout: what blocks are converted to when they leave a device (tiers, other machines).
 CANONICAL: Layout = ("P", "K", "H", "S", "D")
 
@@ -28,7 +32,8 @@ class KVSpec:
     window: int = 0  # visible keys including self; 0 = unlimited
 
     def bytes_per_token(self, itemsize: int) -> int:
-        return self.kv_heads * (self.head_dim + self.v_head_dim) * itemsize
+        numbers = (self.head_dim + self.v_head_dim) * itemsize
+        return self.kv_heads * (numbers + 2 * SCALE_BYTES.get(self.dtype, 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,6 +298,7 @@ _MEMORY_FLAGS = (
             "float32",
             "bfloat16",
             "float16",
+            "int8",
             fp32="float32",
             bf16="bfloat16",
             fp16="float16",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace.platforms.kv_layout import KVGroup, KVPlan, KVSpec
+from headrace.platforms.kv_layout import SCALE_BYTES, KVGroup, KVPlan, KVSpec
 
 KV_TAG = "kv"
 
@@ -36,7 +36,8 @@ def kv_torch_dtype(name: str) -> torch.dtype:
 def allocate_caches(
     plan: KVPlan, specs: Sequence[KVSpec], reserve: Reserve
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of each layer as logical views [P, Hkv, S, D]; strides say the plan's layout.
+    """K and V of each layer as logical views [P, Hkv, S, D] (D with the scale, if the dtype has one); strides say the
+    plan's layout.
 
     The memory is not touched here: a CPU then commits a page when its first block is written.
     """
@@ -54,15 +55,17 @@ def _layer_cache(
     plan: KVPlan, blocks: int, spec: KVSpec, reserve: Reserve
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = kv_torch_dtype(spec.dtype)
+    scale = SCALE_BYTES.get(spec.dtype, 0) // dtype.itemsize
+    width, v_width = spec.head_dim + scale, spec.v_head_dim + scale
     if spec.head_dim == spec.v_head_dim:
-        sizes = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": spec.head_dim}
+        sizes = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": width}
         both = _view(reserve, plan.layout, sizes, dtype)  # [P, 2, H, S, D]
         return both[:, 0], both[:, 1]
     # Keys and values of unlike width cannot share one array: the same order of axes, without K.
     layout = tuple(axis for axis in plan.layout if axis != "K")
     sizes = {"P": blocks, "H": spec.kv_heads, "S": plan.block_size}
-    key = _view(reserve, layout, {**sizes, "D": spec.head_dim}, dtype)
-    value = _view(reserve, layout, {**sizes, "D": spec.v_head_dim}, dtype)
+    key = _view(reserve, layout, {**sizes, "D": width}, dtype)
+    value = _view(reserve, layout, {**sizes, "D": v_width}, dtype)
     return key, value
 
 

@@ -22,6 +22,7 @@ from headrace.platforms.cpu.hardware import NATIVE_BF16
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.kv_layout import CANONICAL, KVFormat
 from headrace.platforms.queries import AttentionQuery
+from headrace.platforms.reference.int8_rows import dequantize, quantize
 
 # Keys of up to this many tokens are widened to float32: bfloat16 products only pay for longer ones.
 WIDE_KEYS = 128
@@ -204,7 +205,9 @@ class TorchAttention(PagedAttention):
             v_cache.index_fill_(0, plan.fresh, 0)
         if plan.tokens is not None:
             k, v = k[plan.tokens], v[plan.tokens]
-        if k.dtype != k_cache.dtype:
+        if k_cache.dtype == torch.int8:
+            k, v = quantize(k), quantize(v)
+        elif k.dtype != k_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         k_cache[plan.block, :, plan.offset] = k
         v_cache[plan.block, :, plan.offset] = v
@@ -345,10 +348,11 @@ class TorchAttention(PagedAttention):
 
 
 def _gather(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[N, n * S, D] of cache [P, H, S, D]: the n runs of each of N rows put one behind the other."""
+    """[N, n * S, D] of cache [P, H, S, D]: the n runs of each of N rows put one behind the other; int8 as float32."""
     blocks, heads, size, width = cache.shape
     run, line = cache.stride(1), cache.stride(2)
     count = (blocks - 1) * (cache.stride(0) // run) + heads
     runs = cache.as_strided((count, size * line), (run, 1))
     found = runs.index_select(0, rows.flatten())
-    return found.view(rows.shape[0], rows.shape[1] * size, line)[..., :width]
+    found = found.view(rows.shape[0], rows.shape[1] * size, line)[..., :width]
+    return dequantize(found) if cache.dtype == torch.int8 else found

@@ -10,6 +10,7 @@ from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import Check, Implementation, Verdict, always
 
 FLOATS = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*FLOATS, "int8")
 TORCH = "torch"  # PyTorch's own CPU operators, put together for this device
 
 
@@ -41,7 +42,7 @@ def _experts(query: Any, device: DeviceInfo) -> Verdict:
 
 
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
-    check = Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
+    check = Check().need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
     check.need(
         query.q_heads % query.kv_heads == 0,
         f"{query.q_heads} query heads are no multiple of {query.kv_heads} KV heads",

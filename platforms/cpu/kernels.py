@@ -19,13 +19,13 @@ from headrace.platforms.cpu.builds import native_build
 from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
 )  # stored rows packed at once: about so many bytes, a multiple of so many
 _READ_BYTES = 1 << 28  # more than the caches hold
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 # GGUF block types the library computes on, and the codes of all storages (abi.h, hr_format)
 FORMATS = {
@@ -87,13 +87,13 @@ KvWrite = _struct(
     "KvWrite",
     "k v k_cache v_cache slots",
     "k_stride v_stride block_stride",
-    "rows kv_heads head_dim block_size dtype",
+    "rows kv_heads head_dim block_size dtype kv_dtype",
 )
 Attention = _struct(
     "Attention",
     "q k_cache v_cache out query_start_loc seq_lens block_table sinks scratch",
     "q_stride out_stride block_stride table_stride",
-    "num_decode num_reqs q_heads kv_heads head_dim block_size dtype window splits prefill_tasks",
+    "num_decode num_reqs q_heads kv_heads head_dim block_size dtype kv_dtype window splits prefill_tasks",
     ("prefill_list", c_void_p),
     ("scale", c_float),
     ("softcap", c_float),

@@ -1,7 +1,8 @@
 """Paged attention on the native kernels. Contract: headrace.platforms.attention.
 
-The KV cache is packed for the vector unit ("pairs"; native/abi.h, hr_kv_write): each (block, KV head) run of S x D
-elements is the library's own, so the views' inner order means nothing to others.
+The KV cache is packed for the vector unit (native/abi.h, hr_kv_write): each (block, KV head) run of S x D elements, and
+of the scales behind it, is the library's own, so the views' inner order means nothing to others. bfloat16 caches of
+bfloat16 queries, and int8 ones, are multiplied by bfloat16 dot products; all others are widened to float32.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class NativeAttention(PagedAttention):
 
     @classmethod
     def kv_formats(cls, query: AttentionQuery) -> Sequence[KVFormat]:
-        packing = "pairs" if query.kv_dtype == "bfloat16" else "columns"
+        packing = "pairs" if _in_pairs(query) else "columns"
         return (
             KVFormat(
                 CANONICAL,
@@ -107,7 +108,8 @@ class NativeAttention(PagedAttention):
             native.KvWrite(
                 k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
                 plan.slots.data_ptr(), k.stride(0), v.stride(0), k_cache.stride(0),
-                min(k.shape[0], plan.slots.shape[0]), k.shape[1], k.shape[2], k_cache.shape[2], DTYPES[k.dtype],
+                min(k.shape[0], plan.slots.shape[0]), k.shape[1], k.shape[2], k_cache.shape[2],
+                DTYPES[k.dtype], DTYPES[k_cache.dtype],
             ),
         )  # fmt: skip
 
@@ -130,7 +132,7 @@ class NativeAttention(PagedAttention):
             None if sinks is None else sinks.data_ptr(), 0,
             q.stride(0), out.stride(0), k_cache.stride(0), table.stride(0),
             plan.num_decode, plan.num_reqs, query.q_heads, query.kv_heads, query.head_dim,
-            k_cache.shape[2], DTYPES[q.dtype], query.window, plan.splits, plan.tasks,
+            k_cache.shape[2], DTYPES[q.dtype], DTYPES[k_cache.dtype], query.window, plan.splits, plan.tasks,
             None if plan.prefill is None else plan.prefill.data_ptr(), query.scale, query.softcap,
         )  # fmt: skip
         if plan.splits > 1:
@@ -142,12 +144,28 @@ class NativeAttention(PagedAttention):
     def canonical(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks, heads, size, width = k_cache.shape
-        if k_cache.dtype == torch.bfloat16:  # K [.., D/2, S, 2], V [.., S/2, D, 2]
-            k = k_cache.reshape(blocks, heads, width // 2, size, 2).transpose(2, 3)
-            v = v_cache.reshape(blocks, heads, size // 2, width, 2).transpose(3, 4)
-        else:  # K [.., D, S], V [.., S, D]
-            k = k_cache.reshape(blocks, heads, width, size).transpose(2, 3)
-            v = v_cache
+        blocks, heads, size = k_cache.shape[:3]
+        width = self.query.head_dim
         shape = (blocks, heads, size, width)
-        return k.reshape(shape), v.reshape(shape)
+        k_run, v_run = (
+            k_cache.flatten(2),
+            v_cache.flatten(2),
+        )  # numbers, then scales if there are any
+        k, v = k_run[..., : size * width], v_run[..., : size * width]
+        if _in_pairs(self.query):  # K [.., D/2, S, 2], V [.., S/2, D, 2]
+            k = k.reshape(blocks, heads, width // 2, size, 2).transpose(2, 3)
+            v = v.reshape(blocks, heads, size // 2, width, 2).transpose(3, 4)
+        else:  # K [.., D, S], V [.., S, D]
+            k = k.reshape(blocks, heads, width, size).transpose(2, 3)
+        k, v = k.reshape(shape), v.reshape(shape)
+        if k_cache.dtype == torch.int8:
+            k, v = (
+                torch.cat([x, run[..., size * width :].reshape(blocks, heads, size, 4)], dim=-1)
+                for x, run in ((k, k_run), (v, v_run))
+            )
+        return k, v
+
+
+def _in_pairs(query: AttentionQuery) -> bool:
+    """native/ops.h, in_pairs"""
+    return query.dtype == "bfloat16" and query.kv_dtype in ("bfloat16", "int8")

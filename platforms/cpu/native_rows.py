@@ -11,6 +11,7 @@ from headrace.platforms.registry import Check, Implementation, Verdict
 
 NATIVE = "native"
 DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # Block types the kernels compute on, with the weights of a block.
 BLOCKS = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), 32),
@@ -67,7 +68,7 @@ def _sample(query: Any, device: DeviceInfo) -> Verdict:
 
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
     check = _built(query, device)
-    check.need(query.kv_dtype == query.dtype, f"KV in {query.kv_dtype} with {query.dtype} queries")
+    check.need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
     check.need(query.head_dim % 16 == 0, f"head size {query.head_dim} is no multiple of 16")
     check.need(query.head_dim == query.v_head_dim, "keys and values of unlike size")
     group, rest = divmod(query.q_heads, query.kv_heads)

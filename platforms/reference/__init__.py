@@ -8,6 +8,7 @@ from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import REFERENCE, Check, Implementation, Verdict
 
 FLOATS = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*FLOATS, "int8")
 
 
 def _plain_weights(query: Any, _device: DeviceInfo) -> Verdict:
@@ -31,7 +32,9 @@ def _plain_experts(query: Any, _device: DeviceInfo) -> Verdict:
 
 def _attention(query: Any, _device: DeviceInfo) -> Verdict:
     return (
-        Check().need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}").verdict()
+        Check()
+        .need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
+        .verdict()
     )
 
 

@@ -12,6 +12,7 @@ from headrace.platforms.attention import PagedAttention
 from headrace.platforms.batch import BatchView
 from headrace.platforms.kv_layout import CANONICAL, KVFormat
 from headrace.platforms.queries import AttentionQuery
+from headrace.platforms.reference.int8_rows import dequantize, quantize
 
 # Scores of one block of queries, in elements: bounds memory at long contexts (64 MiB).
 SCORE_BUDGET = 1 << 24
@@ -56,8 +57,10 @@ class ReferenceAttention(PagedAttention):
     ) -> None:
         size = k_cache.shape[2]
         block, offset = plan.slots // size, plan.slots % size
-        k_cache[block, :, offset] = k[plan.tokens].to(k_cache.dtype)
-        v_cache[block, :, offset] = v[plan.tokens].to(v_cache.dtype)
+        for new, cache in ((k[plan.tokens], k_cache), (v[plan.tokens], v_cache)):
+            cache[block, :, offset] = (
+                quantize(new) if cache.dtype == torch.int8 else new.to(cache.dtype)
+            )
 
     def attend(
         self,
@@ -85,7 +88,8 @@ class ReferenceAttention(PagedAttention):
     def _gather(self, cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
         """[Hq, length, D] float32 of one request; each KV head repeated for its group of query heads."""
         size = cache.shape[2]
-        rows = cache[blocks[: -(-length // size)]].float()  # [n, Hkv, S, D]
+        rows = cache[blocks[: -(-length // size)]]  # [n, Hkv, S, D]
+        rows = dequantize(rows) if cache.dtype == torch.int8 else rows.float()
         heads = rows.transpose(0, 1).flatten(1, 2)[:, :length]
         return heads.repeat_interleave(self.query.q_heads // self.query.kv_heads, dim=0)
 

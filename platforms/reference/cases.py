@@ -15,6 +15,7 @@ import torch
 
 from headrace.platforms.attention import PagedAttention
 from headrace.platforms.batch import BatchView
+from headrace.platforms.kv_layout import SCALE_BYTES
 from headrace.platforms.ops import Case
 from headrace.platforms.queries import (
     ActivationQuery,
@@ -27,6 +28,7 @@ from headrace.platforms.queries import (
     RouterQuery,
     SampleQuery,
 )
+from headrace.platforms.reference.int8_rows import dequantize
 
 Tensors = tuple[torch.Tensor, ...]
 TOKENS = (1, 5, 32)
@@ -291,12 +293,14 @@ def make_caches(
     """
     query = op.query
     fmt = next(f for f in type(op).kv_formats(query) if f.accepts(block_size))
-    width = max(query.head_dim, query.v_head_dim)
-    sizes = {"P": blocks, "K": 2, "H": query.kv_heads, "S": block_size, "D": width}
     dtype = getattr(torch, query.kv_dtype)
-    memory = torch.full([sizes[axis] for axis in fmt.layout], torch.nan, dtype=dtype, device=device)
+    scale = SCALE_BYTES.get(query.kv_dtype, 0) // dtype.itemsize
+    widths = query.head_dim + scale, query.v_head_dim + scale
+    sizes = {"P": blocks, "K": 2, "H": query.kv_heads, "S": block_size, "D": max(widths)}
+    spoilt = torch.nan if dtype.is_floating_point else -1  # a scale of four bytes -1 is NaN
+    memory = torch.full([sizes[axis] for axis in fmt.layout], spoilt, dtype=dtype, device=device)
     logical = memory.permute([fmt.layout.index(axis) for axis in ("P", "K", "H", "S", "D")])
-    return logical[:, 0, ..., : query.head_dim], logical[:, 1, ..., : query.v_head_dim]
+    return logical[:, 0, ..., : widths[0]], logical[:, 1, ..., : widths[1]]
 
 
 def block_sizes(op: PagedAttention) -> list[int]:
@@ -335,10 +339,10 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
             for at in [torch.arange(total, device=device)]
         ]
     )
-    k_plain, v_plain = op.canonical(k_cache, v_cache)
-    keys = k_plain[slots // size, :, slots % size]
-    values = v_plain[slots // size, :, slots % size]
-    return result[: batch.num_tokens], keys, values
+    stored = [plain[slots // size, :, slots % size] for plain in op.canonical(k_cache, v_cache)]
+    if query.kv_dtype == "int8":
+        stored = [dequantize(rows) for rows in stored]
+    return result[: batch.num_tokens], *stored
 
 
 ATTENTION_BATCHES: dict[str, Requests] = {

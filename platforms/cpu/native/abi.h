@@ -7,9 +7,9 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 4
+#define HR_ABI_VERSION 5
 
-enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2 };
+enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2, HR_I8 = 3 };
 
 /* Storage of packed weights. Block kinds keep 4 to 8 bits a weight with one fp16 scale a group. */
 enum hr_format {
@@ -93,14 +93,16 @@ struct hr_embedding {
   float scale;
 };
 
-/* The KV cache of one layer. float32: K [P, H, D, S], V [P, H, S, D]. bfloat16: pairs side by side, so that one
- * vector instruction takes two: K [P, H, D/2, S, 2], V [P, H, S/2, D, 2]. block_stride in elements. */
+/* The KV cache of one layer, in any dtype beside activations of any. Where both are bfloat16, and for int8 beside
+ * bfloat16, pairs lie side by side, so that one vector instruction takes two: K [P, H, D/2, S, 2], V [P, H, S/2, D, 2].
+ * All others: K [P, H, D, S], V [P, H, S, D]. int8: each run of S x D numbers is followed by S float32 scales, one for
+ * each token; a row with a number that is not finite gets the scale NaN. block_stride in elements. */
 struct hr_kv_write {
   const void *k, *v;
   void *k_cache, *v_cache;
   const int64_t* slots;
   int64_t k_stride, v_stride, block_stride;
-  int32_t rows, kv_heads, head_dim, block_size, dtype;
+  int32_t rows, kv_heads, head_dim, block_size, dtype, kv_dtype;
 };
 
 struct hr_attention {
@@ -111,7 +113,7 @@ struct hr_attention {
   const float* sinks; /* [q_heads] or NULL */
   void* scratch;      /* hr_attention_scratch bytes */
   int64_t q_stride, out_stride, block_stride, table_stride;
-  int32_t num_decode, num_reqs, q_heads, kv_heads, head_dim, block_size, dtype, window, splits;
+  int32_t num_decode, num_reqs, q_heads, kv_heads, head_dim, block_size, dtype, kv_dtype, window, splits;
   int32_t prefill_tasks; /* pairs (request, first query) in prefill_list */
   const int32_t* prefill_list;
   float scale, softcap;

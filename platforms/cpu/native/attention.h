@@ -6,59 +6,103 @@
 #pragma once
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "ops.h"
 
 namespace hr {
 
 constexpr int kQueryRows = 32;   // rows of a prefill task: query tokens x query heads of the group
-constexpr int kKeyTile = 64;     // keys a prefill task handles at a time
+constexpr int64_t kKeyTile = 64; // keys a prefill task handles at a time
 constexpr float kMinus = -std::numeric_limits<float>::infinity();
 
-template <class T>
-struct Cache {  // strides in elements; see hr_kv_write for the layouts
-  const T *k, *v;
-  int64_t block_stride, s, d;
-  const T* key_block(int64_t block, int head) const { return k + block * block_stride + head * s * d; }
-  const T* value_block(int64_t block, int head) const { return v + block * block_stride + head * s * d; }
+// Elements of one dtype as those of another; n a multiple of W.
+template <class S, class C>
+inline void widen(const S* in, C* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) store(out + i, load(in + i));
+}
+
+// n elements of a runtime dtype as those of C.
+template <class C>
+inline void fetch(int dtype, const void* base, int64_t at, C* out, int64_t n) {
+  if (dtype == HR_F32) widen(static_cast<const float*>(base) + at, out, n);
+  else if (dtype == HR_BF16) widen(static_cast<const bf16*>(base) + at, out, n);
+  else widen(static_cast<const fp16*>(base) + at, out, n);
+}
+
+struct Tile {  // rows of B for mm_rows: `ldb` bytes from one to the next
+  const uint8_t* data;
+  int64_t ldb;
 };
 
-template <class T>
-inline Cache<T> cache_of(const hr_attention& a) {
-  return {static_cast<const T*>(a.k_cache), static_cast<const T*>(a.v_cache), a.block_stride, a.block_size, a.head_dim};
-}
+// A cache that holds S and is computed with as C (float, or bf16 in pairs). What is held in another form is widened
+// into a buffer tile by tile: int8 numbers are exact in bf16, and their scales go to scores and probabilities.
+template <class S, class C>
+struct Cache {  // strides in elements; see hr_kv_write for the layouts
+  static constexpr bool kDirect = std::is_same_v<S, C>, kScaled = std::is_same_v<S, int8_t>;
+  static constexpr int kLane = sizeof(C) == 2 ? 2 : 1;
+  const S *k, *v;
+  int64_t block_stride, s, d;
+
+  explicit Cache(const hr_attention& a)
+      : k(static_cast<const S*>(a.k_cache)), v(static_cast<const S*>(a.v_cache)), block_stride(a.block_stride),
+        s(a.block_size), d(a.head_dim) {}
+  const S* run(const S* cache, int64_t block, int head) const {
+    return cache + block * block_stride + head * s * (d + (kScaled ? 4 : 0));
+  }
+  // n keys from the in-th of a block on as columns, n and `in` multiples of 16; buffer: n * d
+  Tile keys(int64_t block, int head, int64_t in, int64_t n, C* buffer) const {
+    const S* from = run(k, block, head) + in * kLane;
+    if constexpr (kDirect) return {reinterpret_cast<const uint8_t*>(from), s * 4};
+    for (int64_t row = 0; row < d / kLane; ++row)
+      widen(from + row * s * kLane, buffer + row * n * kLane, n * kLane);
+    return {reinterpret_cast<const uint8_t*>(buffer), n * 4};
+  }
+  // their values as rows; of `live` tokens, and in pairs of the one that shares the last row
+  Tile values(int64_t block, int head, int64_t in, int64_t live, C* buffer) const {
+    const S* from = run(v, block, head) + in * d;
+    if constexpr (kDirect) return {reinterpret_cast<const uint8_t*>(from), d * 4};
+    widen(from, buffer, (live + kLane - 1) / kLane * kLane * d);
+    return {reinterpret_cast<const uint8_t*>(buffer), d * 4};
+  }
+  // What scores and probabilities of n tokens are multiplied with: `scale`, and the numbers' own scales. Behind `live`
+  // lie zeros, for memory there may hold anything.
+  void scales(int64_t block, int head, int64_t in, int64_t live, int64_t n, float scale, float* ks, float* vs) const {
+    if constexpr (kScaled) {
+      const float* from_k = reinterpret_cast<const float*>(run(k, block, head) + s * d) + in;
+      const float* from_v = reinterpret_cast<const float*>(run(v, block, head) + s * d) + in;
+      for (int64_t i = 0; i < live; ++i) ks[i] = scale * from_k[i], vs[i] = from_v[i];
+      for (int64_t i = live; i < n; ++i) ks[i] = vs[i] = 0.0f;
+    } else {
+      for (int64_t i = 0; i < n; ++i) ks[i] = scale;
+    }
+  }
+};
 
 inline int64_t partial_floats(const hr_attention& a) { return a.head_dim + 2; }
 
-// Scores of G query rows against 16 keys that start at `in` of a block: c[g][16].
-template <class T>
-inline void key_scores(const T* q, int64_t ldq, int rows, const T* keys, int64_t in, int64_t s, int64_t d,
-                       float (*c)[kCols]) {
-  std::memset(c, 0, sizeof(float) * kCols * size_t(rows));
-  constexpr bool kPairs = sizeof(T) == 2;
-  const uint8_t* b = reinterpret_cast<const uint8_t*>(keys + in * (kPairs ? 2 : 1));
-  mm_rows<kPairs>(q, ldq, b, s * 4, d, c, rows);
-}
-
 // One query token, the heads of one group, keys [from, to): running maximum, sum and weighted values.
-// acc [G][d], m and l [G]. q: G rows of d.
-template <class T>
-void decode_range(const hr_attention& a, const Cache<T>& cache, const T* q, const int32_t* table, int head, int group,
-                  int64_t from, int64_t to, float* m, float* l, float* acc) {
+// acc [G][d], m and l [G]. q: G rows of d. buffer: 32 * d.
+template <class S, class C>
+void decode_range(const hr_attention& a, const Cache<S, C>& cache, const C* q, C* buffer, const int32_t* table,
+                  int head, int group, int64_t from, int64_t to, float* m, float* l, float* acc) {
+  constexpr bool kPairs = sizeof(C) == 2;
   const int64_t s = cache.s, d = cache.d;
-  alignas(64) float c[8][kCols];
-  alignas(64) T p[8][kCols];
+  alignas(64) float c[8][kCols], ks[kCols], vs[kCols];
+  alignas(64) C p[8][kCols];
   for (int64_t t = from / kCols * kCols; t < to; t += kCols) {
-    const int64_t in = t % s;
-    const T* keys = cache.key_block(table[t / s], head);
-    const T* values = cache.value_block(table[t / s], head);
+    const int64_t in = t % s, block = table[t / s];
     const int live = int(std::min<int64_t>(to - t, kCols)), dead = int(std::max<int64_t>(from - t, 0));
+    const Tile keys = cache.keys(block, head, in, kCols, buffer);
+    const Tile values = cache.values(block, head, in, live, buffer + kCols * d);
+    cache.scales(block, head, in, live, kCols, a.scale, ks, vs);
     for (int g0 = 0; g0 < group; g0 += 8) {
       const int rows = std::min(group - g0, 8);
-      key_scores(q + g0 * d, d, rows, keys, in, s, d, c);
+      std::memset(c, 0, sizeof(float) * kCols * size_t(rows));
+      mm_rows<kPairs>(q + g0 * d, d, keys.data, keys.ldb, d, c, rows);
       for (int g = 0; g < rows; ++g) {
         float* row = c[g];
-        for (int i = 0; i < kCols; i += W) store(row + i, mul(load(row + i), set1(a.scale)));
+        for (int i = 0; i < kCols; i += W) store(row + i, mul(load(row + i), load(ks + i)));
         if (a.softcap > 0.0f)
           for (int i = 0; i < kCols; i += W)
             store(row + i, mul(vtanh(mul(load(row + i), set1(1.0f / a.softcap))), set1(a.softcap)));
@@ -75,8 +119,9 @@ void decode_range(const hr_attention& a, const Cache<T>& cache, const T* q, cons
         for (int i = 0; i < dead; ++i) row[i] = 0.0f;  // vexp(-inf) is tiny, not zero
         for (int i = live; i < kCols; ++i) row[i] = 0.0f;
         for (int i = 0; i < kCols; i += W) {
-          total = add(total, load(row + i));
-          store(p[g] + i, load(row + i));
+          const vf e = load(row + i);
+          total = add(total, e);
+          store(p[g] + i, Cache<S, C>::kScaled ? mul(e, load(vs + i)) : e);
         }
         l[g0 + g] = l[g0 + g] * shrink + sum(total);
         m[g0 + g] = top;
@@ -86,23 +131,22 @@ void decode_range(const hr_attention& a, const Cache<T>& cache, const T* q, cons
         }
       }
       // values: pairs of tokens (bf16) or tokens (float) are rows, 16 sizes at a time are columns
-      constexpr bool kPairs = sizeof(T) == 2;
       const int64_t keys_here = kPairs ? (live + 1) / 2 * 2 : live;
-      T clean[2 * kCols * 16];  // for an odd tail: the second token of the last pair was never written by this request
+      C clean[2 * kCols];  // for an odd tail: the second token of the last pair was never written by this request
       for (int64_t i = 0; i < d; i += kCols) {
-        const T* b = kPairs ? values + in / 2 * 2 * d + i * 2 : values + in * d + i;
+        const uint8_t* b = values.data + i * 4;
         int64_t full = keys_here;
         if (kPairs && (live & 1)) {
-          const T* last = b + (live - 1) * d;
+          const C* last = reinterpret_cast<const C*>(b + live / 2 * values.ldb);
           for (int j = 0; j < kCols; ++j) {
             clean[2 * j] = last[2 * j];
-            std::memset(static_cast<void*>(clean + 2 * j + 1), 0, sizeof(T));
+            std::memset(static_cast<void*>(clean + 2 * j + 1), 0, sizeof(C));
           }
           full = live - 1;
         }
         alignas(64) float o[8][kCols];
         for (int g = 0; g < rows; ++g) std::memcpy(o[g], acc + (g0 + g) * d + i, sizeof o[g]);
-        mm_rows<kPairs>(&p[0][0], kCols, reinterpret_cast<const uint8_t*>(b), d * 4, full, o, rows);
+        mm_rows<kPairs>(&p[0][0], kCols, b, values.ldb, full, o, rows);
         if (full != keys_here)
           mm_rows<kPairs>(&p[0][live - 1], kCols, reinterpret_cast<const uint8_t*>(clean), 64, 2, o, rows);
         for (int g = 0; g < rows; ++g) std::memcpy(acc + (g0 + g) * d + i, o[g], sizeof o[g]);
@@ -112,22 +156,27 @@ void decode_range(const hr_attention& a, const Cache<T>& cache, const T* q, cons
 }
 
 template <class T>
-inline void finish_row(const hr_attention& a, const float* acc, float m, float l, int head, T* out) {
+inline void scale_row(const float* acc, float scale, T* out, int64_t d) {
+  for (int64_t i = 0; i < d; i += W) store(out + i, mul(load(acc + i), set1(scale)));
+}
+
+// A row's sum over its probabilities' sum, at element `at` of the result.
+inline void finish_row(const hr_attention& a, const float* acc, float m, float l, int head, int64_t at) {
+  float scale = l > 0.0f ? 1.0f / l : 0.0f;
   if (a.sinks) {  // one more score without a value
     const float sink = a.sinks[head], top = std::max(m, sink);
     const float shrink = m == kMinus ? 0.0f : std::exp(m - top);
-    const vf scale = set1(shrink / (l * shrink + std::exp(sink - top)));
-    for (int64_t i = 0; i < a.head_dim; i += W) store(out + i, mul(load(acc + i), scale));
-    return;
+    scale = shrink / (l * shrink + std::exp(sink - top));
   }
-  const vf scale = set1(l > 0.0f ? 1.0f / l : 0.0f);
-  for (int64_t i = 0; i < a.head_dim; i += W) store(out + i, mul(load(acc + i), scale));
+  if (a.dtype == HR_F32) scale_row(acc, scale, static_cast<float*>(a.out) + at, a.head_dim);
+  else if (a.dtype == HR_BF16) scale_row(acc, scale, static_cast<bf16*>(a.out) + at, a.head_dim);
+  else scale_row(acc, scale, static_cast<fp16*>(a.out) + at, a.head_dim);
 }
 
-template <class T>
+template <class S, class C>
 void run_decode(const void* p, int chunk, int, Scratch& scratch) {
   const hr_attention& a = *static_cast<const hr_attention*>(p);
-  const Cache<T> cache = cache_of<T>(a);
+  const Cache<S, C> cache(a);
   const int group = a.q_heads / a.kv_heads, split = chunk % a.splits;
   const int head = chunk / a.splits % a.kv_heads, req = chunk / a.splits / a.kv_heads;
   const int64_t d = a.head_dim, row = a.query_start_loc[req], length = a.seq_lens[req];
@@ -135,16 +184,20 @@ void run_decode(const void* p, int chunk, int, Scratch& scratch) {
   const int64_t units = (length - start + a.block_size - 1) / a.block_size;
   const int64_t from = start + units * split / a.splits * a.block_size;
   const int64_t to = std::min(length, start + units * (split + 1) / a.splits * a.block_size);
-  float* own = reinterpret_cast<float*>(scratch.need(size_t(group) * size_t(d + 2) * 4));
+  // scratch: [acc, m, l of the group][its queries][a tile of keys, one of values]
+  const int64_t floats = (group * (d + 2) + 15) / 16 * 16;
+  float* own = reinterpret_cast<float*>(scratch.need(size_t(floats) * 4 + sizeof(C) * size_t((group + 2 * kCols) * d)));
   float *acc = own, *m = own + group * d, *l = m + group;
+  C* q = reinterpret_cast<C*>(own + floats);
   std::memset(acc, 0, size_t(group * d) * 4);
   for (int g = 0; g < group; ++g) m[g] = kMinus, l[g] = 0.0f;
-  const T* q = static_cast<const T*>(a.q) + row * a.q_stride + head * group * d;
-  if (from < to) decode_range(a, cache, q, a.block_table + req * a.table_stride, head, group, from, to, m, l, acc);
+  fetch(a.dtype, a.q, row * a.q_stride + head * group * d, q, group * d);
+  if (from < to)
+    decode_range(a, cache, q, q + group * d, a.block_table + req * a.table_stride, head, group, from, to, m, l, acc);
   for (int g = 0; g < group; ++g) {
     const int qh = head * group + g;
     if (a.splits == 1) {
-      finish_row(a, acc + g * d, m[g], l[g], qh, static_cast<T*>(a.out) + row * a.out_stride + qh * d);
+      finish_row(a, acc + g * d, m[g], l[g], qh, row * a.out_stride + qh * d);
     } else {
       float* part = static_cast<float*>(a.scratch) +
                     ((int64_t(req) * a.q_heads + qh) * a.splits + split) * partial_floats(a);
@@ -155,8 +208,7 @@ void run_decode(const void* p, int chunk, int, Scratch& scratch) {
   }
 }
 
-template <class T>
-void run_join(const void* p, int chunk, int chunks, Scratch& scratch) {
+inline void run_join(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_attention& a = *static_cast<const hr_attention*>(p);
   const int64_t d = a.head_dim;
   float* acc = reinterpret_cast<float*>(scratch.need(size_t(d) * 4));
@@ -173,7 +225,7 @@ void run_join(const void* p, int chunk, int chunks, Scratch& scratch) {
       l += w * part[d + 1];
       for (int64_t j = 0; j < d; j += W) store(acc + j, fma(load(part + j), set1(w), load(acc + j)));
     }
-    finish_row(a, acc, m, l, int(qh), static_cast<T*>(a.out) + int64_t(a.query_start_loc[req]) * a.out_stride + qh * d);
+    finish_row(a, acc, m, l, int(qh), int64_t(a.query_start_loc[req]) * a.out_stride + qh * d);
   });
 }
 
@@ -213,10 +265,11 @@ struct PrefillState {  // views into a thread's scratch
   float *scores, *acc, *m, *l;
 };
 
-// Softmax of one tile of scores: masks, new maximum, shrinks what was summed, leaves probabilities in `prob`.
+// Softmax of one tile of scores: masks, new maximum, shrinks what was summed, leaves probabilities in `prob`, times
+// `vs` if given. ks, vs: see Cache::scales.
 template <class T>
 inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int rows, int group, int64_t first_key,
-                         int64_t keys, int64_t last_visible0) {
+                         int64_t keys, int64_t last_visible0, const float* ks, const float* vs) {
   const int64_t d = a.head_dim;
   for (int r = 0; r < rows; ++r) {
     float* s = st.scores + r * kKeyTile;
@@ -229,7 +282,7 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
       continue;
     }
     for (int64_t i = 0; i < kKeyTile; i += W) {
-      vf v = mul(load(s + i), set1(a.scale));
+      vf v = mul(load(s + i), load(ks + i));
       if (a.softcap > 0.0f) v = mul(vtanh(mul(v, set1(1.0f / a.softcap))), set1(a.softcap));
       store(s + i, v);
     }
@@ -244,8 +297,9 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
     for (int64_t i = to; i < kKeyTile; ++i) s[i] = 0.0f;
     vf total = zero();
     for (int64_t i = 0; i < kKeyTile; i += W) {
-      total = add(total, load(s + i));
-      store(out + i, load(s + i));
+      const vf e = load(s + i);
+      total = add(total, e);
+      store(out + i, vs ? mul(e, load(vs + i)) : e);
     }
     st.l[r] = st.l[r] * shrink + sum(total);
     st.m[r] = top;
@@ -254,14 +308,21 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
   }
 }
 
-template <class T>
+// Keys taken at a time, which never cross a block: a divisor of the block's, and of 32 where it can be (tiles).
+inline int64_t key_step(int64_t block_size) {
+  for (const int64_t step : {kKeyTile, int64_t(32), int64_t(48)})
+    if (block_size % step == 0) return step;
+  return 16;
+}
+
+template <class S, class C>
 void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   const hr_attention& a = *static_cast<const hr_attention*>(p);
 #if HR_AMX
   const Tiles tiles;
 #endif
-  const Cache<T> cache = cache_of<T>(a);
-  constexpr bool kPairs = sizeof(T) == 2;
+  const Cache<S, C> cache(a);
+  constexpr bool kPairs = sizeof(C) == 2;
   const int group = a.q_heads / a.kv_heads, head = chunk % a.kv_heads, task = chunk / a.kv_heads;
   const int req = a.prefill_list[2 * task], first = a.prefill_list[2 * task + 1];
   const int64_t d = a.head_dim, s = cache.s, start = a.query_start_loc[req];
@@ -270,67 +331,89 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   const int rows = tokens * group;  // group <= kQueryRows, checked when the op is planned
   const int32_t* table = a.block_table + req * a.table_stride;
   const int64_t last0 = length - queries + first;  // last key the first query sees
-  const size_t q_bytes = sizeof(T) * size_t(kQueryRows * d), p_bytes = sizeof(T) * kQueryRows * kKeyTile;
-  uint8_t* base = scratch.need(q_bytes + p_bytes + sizeof(T) * 2 * size_t(d) * kKeyTile +
+  // scratch: [queries][probabilities][a tile of keys][one of values][floats]
+  const size_t q_bytes = sizeof(C) * size_t(kQueryRows * d), p_bytes = sizeof(C) * kQueryRows * kKeyTile;
+  const size_t tile_bytes = sizeof(C) * size_t(d) * kKeyTile;
+  uint8_t* base = scratch.need(q_bytes + p_bytes + 2 * tile_bytes +
                                4 * size_t(kQueryRows * (kKeyTile + d + 2)));
-  T* q = reinterpret_cast<T*>(base);
-  T* prob = reinterpret_cast<T*>(base + q_bytes);
+  C* q = reinterpret_cast<C*>(base);
+  C* prob = reinterpret_cast<C*>(base + q_bytes);
+  C* key_tile = reinterpret_cast<C*>(base + q_bytes + p_bytes);
+  C* value_tile = reinterpret_cast<C*>(base + q_bytes + p_bytes + tile_bytes);
   PrefillState st;
-  st.scores = reinterpret_cast<float*>(base + q_bytes + p_bytes + sizeof(T) * 2 * size_t(d) * kKeyTile);
+  st.scores = reinterpret_cast<float*>(base + q_bytes + p_bytes + 2 * tile_bytes);
   st.acc = st.scores + kQueryRows * kKeyTile;
   st.m = st.acc + kQueryRows * d;
   st.l = st.m + kQueryRows;
-  T* tail = reinterpret_cast<T*>(base + q_bytes + p_bytes);
   for (int r = 0; r < rows; ++r)
-    std::memcpy(static_cast<void*>(q + r * d),
-                static_cast<const T*>(a.q) + (start + first + r / group) * a.q_stride + (head * group + r % group) * d,
-                sizeof(T) * size_t(d));
-  std::memset(static_cast<void*>(q + rows * d), 0, sizeof(T) * size_t((kQueryRows - rows) * d));
+    fetch(a.dtype, a.q, (start + first + r / group) * a.q_stride + (head * group + r % group) * d, q + r * d, d);
+  std::memset(static_cast<void*>(q + rows * d), 0, sizeof(C) * size_t((kQueryRows - rows) * d));
   std::memset(static_cast<void*>(prob), 0, p_bytes);
   std::memset(st.acc, 0, 4 * size_t(kQueryRows * d));
   for (int r = 0; r < kQueryRows; ++r) st.m[r] = kMinus, st.l[r] = 0.0f;
   const int64_t end = last0 + tokens;  // keys any of these queries sees
   const int64_t begin = a.window > 0 ? std::max<int64_t>(last0 + 1 - a.window, 0) : 0;
-  // keys are taken in pieces that never cross a block
-  const int64_t step = std::min<int64_t>(kKeyTile, s);
+  const int64_t step = key_step(s);
+  alignas(64) float ks[kKeyTile], vs[kKeyTile];
   for (int64_t t = begin / step * step; t < end; t += step) {
     const int64_t block = table[t / s], in = t % s, keys = std::min<int64_t>(step, end - t);
-    const uint8_t* kb = reinterpret_cast<const uint8_t*>(cache.key_block(block, head) + in * (kPairs ? 2 : 1));
-    tile_product(q, d, rows, kb, s * 4, 64, d, step, st.scores, kKeyTile, false);
-    tile_softmax(a, st, prob, rows, group, t, keys, last0);
-    const T* v = cache.value_block(block, head) + in * d;
+    const Tile k = cache.keys(block, head, in, step, key_tile);
+    Tile v = cache.values(block, head, in, keys, value_tile);
+    cache.scales(block, head, in, keys, kKeyTile, a.scale, ks, vs);
+    tile_product(q, d, rows, k.data, k.ldb, 64, d, step, st.scores, kKeyTile, false);
+    tile_softmax(a, st, prob, rows, group, t, keys, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
     int64_t used = keys;
     if (kPairs) {
       const int64_t padded = step % 32 == 0 ? (keys + 31) / 32 * 32 : (keys + 1) / 2 * 2;
       if (padded != keys) {  // memory past the last key may hold anything, NaN included: zero times NaN is NaN
-        std::memset(static_cast<void*>(tail), 0, sizeof(T) * size_t(padded * d));
-        std::memcpy(static_cast<void*>(tail), v, sizeof(T) * size_t(keys / 2 * 2 * d));
+        const C* from = reinterpret_cast<const C*>(v.data);
+        if (from != value_tile) std::memcpy(static_cast<void*>(value_tile), from, sizeof(C) * size_t(keys / 2 * 2 * d));
+        const int64_t whole = keys / 2 * 2 * d;
         if (keys & 1)
-          for (int64_t i = 0; i < d; ++i) tail[(keys - 1) * d + 2 * i] = v[(keys - 1) * d + 2 * i];
-        v = tail;
+          for (int64_t i = 0; i < d; ++i) {
+            value_tile[whole + 2 * i] = from[whole + 2 * i];
+            std::memset(static_cast<void*>(value_tile + whole + 2 * i + 1), 0, sizeof(C));
+          }
+        const int64_t written = (keys + 1) / 2 * 2 * d;
+        std::memset(static_cast<void*>(value_tile + written), 0, sizeof(C) * size_t(padded * d - written));
+        v.data = reinterpret_cast<const uint8_t*>(value_tile);
       }
       used = padded;
     }
-    tile_product(prob, kKeyTile, rows, reinterpret_cast<const uint8_t*>(v), d * 4, 64, used, d, st.acc, d, true);
+    tile_product(prob, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
   }
   for (int r = 0; r < rows; ++r) {
     const int qh = head * group + r % group;
-    finish_row(a, st.acc + r * d, st.m[r], st.l[r], qh,
-               static_cast<T*>(a.out) + (start + first + r / group) * a.out_stride + qh * d);
+    finish_row(a, st.acc + r * d, st.m[r], st.l[r], qh, (start + first + r / group) * a.out_stride + qh * d);
+  }
+}
+
+struct AttentionFns {
+  RunFn decode, prefill;
+};
+
+template <class S, class C>
+constexpr AttentionFns kAttention = {run_decode<S, C>, run_prefill<S, C>};
+
+inline AttentionFns attention_fns(const hr_attention& a) {
+  const bool pairs = in_pairs(a.dtype, a.kv_dtype);
+  switch (a.kv_dtype) {
+    case HR_F32: return kAttention<float, float>;
+    case HR_F16: return kAttention<fp16, float>;
+    case HR_BF16: return pairs ? kAttention<bf16, bf16> : kAttention<bf16, float>;
+    default: return pairs ? kAttention<int8_t, bf16> : kAttention<int8_t, float>;
   }
 }
 
 inline int plan_attention(const hr_attention& a, int threads, Step* out) {
   int steps = 0;
-  const bool wide = a.dtype == HR_F32;
+  const AttentionFns fns = attention_fns(a);
   if (a.num_decode > 0) {
-    out[steps++] = {wide ? run_decode<float> : run_decode<bf16>, &a, a.num_decode * a.kv_heads * a.splits};
+    out[steps++] = {fns.decode, &a, a.num_decode * a.kv_heads * a.splits};
     if (a.splits > 1)
-      out[steps++] = {wide ? run_join<float> : run_join<bf16>, &a,
-                      clamp_chunks(std::min<int64_t>(threads, int64_t(a.num_decode) * a.q_heads))};
+      out[steps++] = {run_join, &a, clamp_chunks(std::min<int64_t>(threads, int64_t(a.num_decode) * a.q_heads))};
   }
-  if (a.prefill_tasks > 0)
-    out[steps++] = {wide ? run_prefill<float> : run_prefill<bf16>, &a, a.prefill_tasks * a.kv_heads};
+  if (a.prefill_tasks > 0) out[steps++] = {fns.prefill, &a, a.prefill_tasks * a.kv_heads};
   return steps;
 }
 

@@ -79,7 +79,11 @@ int plan(int op, const void* args, int threads, Step* out) {
       const auto& a = *static_cast<const hr_kv_write*>(args);
       if (a.rows <= 0) return 0;
       const int64_t work = int64_t(a.kv_heads) * a.head_dim * 2;
-      out[0] = {a.dtype == HR_F32 ? run_kv_write_f32 : run_kv_write_bf16, args, row_chunks(a.rows, work, threads)};
+      if (a.head_dim % 16) return -1;
+      const RunFn fn = a.dtype == HR_F32    ? kv_write_fn<float>(a)
+                       : a.dtype == HR_BF16 ? kv_write_fn<bf16>(a)
+                                            : kv_write_fn<fp16>(a);
+      out[0] = {fn, args, row_chunks(a.rows, work, threads)};
       return 1;
     }
     case HR_OP_ATTENTION: {

@@ -1,5 +1,8 @@
 // The small ops between the matrix products: norm, rotary embedding, gated activations, embedding, KV write.
 #pragma once
+#include <limits>
+#include <type_traits>
+
 #include "linear.h"
 
 namespace hr {
@@ -149,38 +152,76 @@ void run_embedding(const void* p, int chunk, int chunks, Scratch&) {
   });
 }
 
-inline void run_kv_write_f32(const void* p, int chunk, int chunks, Scratch&) {
+// Whether a cache lies in pairs; see hr_kv_write.
+inline bool in_pairs(int dtype, int kv_dtype) { return dtype == HR_BF16 && (kv_dtype == HR_BF16 || kv_dtype == HR_I8); }
+
+// One row of d numbers as the cache holds them; d a multiple of 16.
+template <class T, class S>
+inline void cache_row(const T* in, int64_t d, S* out, float*) {
+  for (int64_t i = 0; i < d; i += W) store(out + i, load(in + i));
+}
+
+template <class T>
+inline void cache_row(const T* in, int64_t d, int8_t* out, float* scale) {
+  vf tops = zero(), poison = zero();  // NaN from a number that is not finite on
+  for (int64_t i = 0; i < d; i += W) {
+    const vf v = load(in + i);
+    tops = vmax(tops, vabs(v));
+    poison = fma(v, zero(), poison);
+  }
+  const float spoilt = sum(poison), largest = hmax(tops), by = largest / 127.0f;
+  *scale = spoilt == 0.0f ? by : std::numeric_limits<float>::quiet_NaN();
+  if (spoilt != 0.0f || by == 0.0f) {
+    std::memset(out, 0, size_t(d));
+    return;
+  }
+  for (int64_t i = 0; i < d; i += W) {
+    float whole[W];
+    store(whole, round_even(div(load(in + i), set1(by))));
+    for (int j = 0; j < W; ++j) out[i + j] = int8_t(whole[j]);
+  }
+}
+
+template <class T, class S, bool PAIRS>
+void run_kv_write(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_kv_write& a = *static_cast<const hr_kv_write*>(p);
-  const int64_t s = a.block_size, d = a.head_dim;
+  constexpr bool kScaled = std::is_same_v<S, int8_t>;
+  constexpr int64_t kLane = PAIRS ? 2 : 1;
+  const int64_t s = a.block_size, d = a.head_dim, run = s * (d + (kScaled ? 4 : 0));
+  S* row = reinterpret_cast<S*>(scratch.need(sizeof(S) * size_t(d)));
   each_row(a.rows, chunk, chunks, [&](int64_t r) {
     if (a.slots[r] < 0) return;
     const int64_t block = a.slots[r] / s, in = a.slots[r] % s;
     for (int h = 0; h < a.kv_heads; ++h) {
-      const float* k = static_cast<const float*>(a.k) + r * a.k_stride + h * d;
-      const float* v = static_cast<const float*>(a.v) + r * a.v_stride + h * d;
-      float* kc = static_cast<float*>(a.k_cache) + block * a.block_stride + h * d * s + in;
-      float* vc = static_cast<float*>(a.v_cache) + block * a.block_stride + h * d * s + in * d;
-      for (int64_t i = 0; i < d; ++i) kc[i * s] = k[i];
-      std::memcpy(vc, v, size_t(d) * 4);
+      S* kc = static_cast<S*>(a.k_cache) + block * a.block_stride + h * run;
+      S* vc = static_cast<S*>(a.v_cache) + block * a.block_stride + h * run;
+      float* scales[2] = {nullptr, nullptr};
+      if constexpr (kScaled) {
+        scales[0] = reinterpret_cast<float*>(kc + s * d) + in;
+        scales[1] = reinterpret_cast<float*>(vc + s * d) + in;
+      }
+      cache_row(static_cast<const T*>(a.k) + r * a.k_stride + h * d, d, row, scales[0]);
+      S* to = kc + in * kLane;
+      for (int64_t i = 0; i < d; i += kLane) std::memcpy(static_cast<void*>(to + i * s), row + i, sizeof(S) * kLane);
+      cache_row(static_cast<const T*>(a.v) + r * a.v_stride + h * d, d, row, scales[1]);
+      to = vc + in / kLane * kLane * d + in % kLane;
+      if constexpr (PAIRS) {
+        for (int64_t i = 0; i < d; ++i) to[2 * i] = row[i];
+      } else {
+        std::memcpy(static_cast<void*>(to), row, sizeof(S) * size_t(d));
+      }
     }
   });
 }
 
-inline void run_kv_write_bf16(const void* p, int chunk, int chunks, Scratch&) {
-  const hr_kv_write& a = *static_cast<const hr_kv_write*>(p);
-  const int64_t s = a.block_size, d = a.head_dim;
-  each_row(a.rows, chunk, chunks, [&](int64_t r) {
-    if (a.slots[r] < 0) return;
-    const int64_t block = a.slots[r] / s, in = a.slots[r] % s;
-    for (int h = 0; h < a.kv_heads; ++h) {
-      const bf16* k = static_cast<const bf16*>(a.k) + r * a.k_stride + h * d;
-      const bf16* v = static_cast<const bf16*>(a.v) + r * a.v_stride + h * d;
-      bf16* kc = static_cast<bf16*>(a.k_cache) + block * a.block_stride + h * d * s + in * 2;
-      bf16* vc = static_cast<bf16*>(a.v_cache) + block * a.block_stride + h * d * s + in / 2 * 2 * d + in % 2;
-      for (int64_t i = 0; i < d; i += 2) std::memcpy(kc + i * s, k + i, 4);
-      for (int64_t i = 0; i < d; ++i) vc[2 * i] = v[i];
-    }
-  });
+template <class T>
+RunFn kv_write_fn(const hr_kv_write& a) {
+  switch (a.kv_dtype) {
+    case HR_F32: return run_kv_write<T, float, false>;
+    case HR_F16: return run_kv_write<T, fp16, false>;
+    case HR_BF16: return run_kv_write<T, bf16, std::is_same_v<T, bf16>>;
+    default: return run_kv_write<T, int8_t, std::is_same_v<T, bf16>>;
+  }
 }
 
 }  // namespace hr

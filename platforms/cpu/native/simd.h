@@ -62,6 +62,29 @@ inline void from_float(float v, bf16* out) {  // round to nearest even; NaN stay
   out->bits = uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+inline void from_float(float v, fp16* out) {  // round to nearest even; what is too large becomes infinite
+#if defined(__F16C__) || defined(HR_AVX512)
+  out->bits = uint16_t(_cvtss_sh(v, 0));
+#elif defined(__aarch64__)
+  const __fp16 h = __fp16(v);
+  std::memcpy(&out->bits, &h, 2);
+#else
+  uint32_t u;
+  std::memcpy(&u, &v, 4);
+  const uint32_t sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
+  if (a > 0x7f800000) {
+    out->bits = uint16_t(sign | 0x7e00);
+  } else if (a < 0x38800000) {  // subnormal or zero: steps of 2^-24
+    float size;
+    std::memcpy(&size, &a, 4);
+    out->bits = uint16_t(sign | uint32_t(std::lrint(size * 16777216.0f)));
+  } else {
+    const uint32_t r = a + 0xfff + (a >> 13 & 1);
+    out->bits = uint16_t(sign | (r >= 0x47800000 ? 0x7c00 : (r - 0x38000000) >> 13));
+  }
+#endif
+}
+
 #if HR_AVX512
 constexpr int W = 16;
 using vf = __m512;
@@ -75,7 +98,13 @@ inline vf load(const bf16* p) {
 inline vf load(const fp16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+inline vf load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store(float* p, vf v) { _mm512_storeu_ps(p, v); }
+inline void store(fp16* p, vf v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 inline __m256i pack_bf16(vf v) {
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(v);
@@ -106,6 +135,7 @@ constexpr int W = 8;
 typedef float vf __attribute__((vector_size(32)));
 typedef int32_t vi __attribute__((vector_size(32)));
 typedef uint16_t vh __attribute__((vector_size(16)));
+typedef int8_t vb __attribute__((vector_size(8)));
 typedef uint32_t vu __attribute__((vector_size(32)));
 inline vf zero() { return vf{}; }
 inline vf set1(float v) { return vf{} + v; }
@@ -129,7 +159,19 @@ inline vf load(const fp16* p) {
   return v;
 #endif
 }
+inline vf load(const int8_t* p) {
+  vb b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, vf);
+}
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline void store(fp16* p, vf v) {
+#if defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < W; ++i) from_float(v[i], p + i);
+#endif
+}
 inline void store(bf16* p, vf v) {
   for (int i = 0; i < W; ++i) from_float(v[i], p + i);
 }
@@ -167,9 +209,9 @@ inline vf scale_pow2(vf v, vf n) {
 }
 #endif
 
-// exp with a relative error below 2e-7 for inputs in the float range; below -87 gives about 0.
+// exp with a relative error below 2e-7 for inputs in the float range; below -87 gives about 0. NaN stays NaN.
 inline vf vexp(vf x) {
-  x = vmax(vmin(x, set1(88.0f)), set1(-87.0f));
+  x = vmax(set1(-87.0f), vmin(set1(88.0f), x));  // of NaN and a number, both give their second operand
   vf n = round_even(mul(x, set1(1.44269504088896341f)));
   vf r = fma(n, set1(-0.693359375f), x);
   r = fma(n, set1(2.12194440e-4f), r);
