@@ -10,7 +10,12 @@ import triton.language as tl
 
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import ActivationQuery
-from headrace.platforms.triton.launch import after_previous, launch_options, let_next_start
+from headrace.platforms.triton.launch import (
+    Launchers,
+    after_previous,
+    launch_options,
+    let_next_start,
+)
 
 BLOCK = 1024
 
@@ -57,13 +62,14 @@ class _Gated:
     def __init__(self, query: ActivationQuery, runtime: DeviceRuntime) -> None:
         options = {"KIND": self.kind, "BLOCK": BLOCK, "num_warps": 4}
         self.options = launch_options("gated", query, runtime, options, dependent=True)
+        self._launch = Launchers(gated_kernel, self.options)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens, width = x.shape[0], x.shape[1] // 2
         out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
         if tokens:
-            grid = (tokens, triton.cdiv(width, self.options["BLOCK"]))
-            gated_kernel[grid](x, out, x.stride(0), WIDTH=width, **self.options)
+            grid = (tokens, triton.cdiv(width, self.options["BLOCK"]), 1)
+            self._launch(WIDTH=width)(grid, x, out, x.stride(0))
         return out
 
 

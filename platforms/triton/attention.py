@@ -21,7 +21,7 @@ from headrace.platforms.triton.attention_kernels import (
     prefill_kernel,
     write_kernel,
 )
-from headrace.platforms.triton.launch import launch_options, power_of_two
+from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
 
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
 PROGRAMS_A_UNIT = 4
@@ -108,11 +108,12 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
-        self._write = write_options(query, runtime)
-        self._decode = decode_options(query, runtime)
-        self._combine = combine_options(query, runtime)
-        self._prefill = prefill_options(query, runtime)
-        self._tile_tokens = self._prefill["BLOCK_M"] // self._prefill["GROUP"]
+        self._write = Launchers(write_kernel, write_options(query, runtime))
+        self._decode = Launchers(decode_kernel, decode_options(query, runtime))
+        self._combine = Launcher(combine_kernel, combine_options(query, runtime))
+        self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
+        options = self._prefill.options
+        self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         self._no_sinks = torch.zeros(1, device=runtime.device)
 
@@ -176,10 +177,10 @@ class TritonAttention(PagedAttention):
     ) -> None:
         if not k.shape[0]:
             return
-        write_kernel[(k.shape[0],)](
-            k, v, k_cache, v_cache, plan.slots,
+        self._write(SIZE=plan.block_size)(
+            (k.shape[0], 1, 1), k, v, k_cache, v_cache, plan.slots,
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            *k_cache.stride()[:3], *v_cache.stride()[:3], SIZE=plan.block_size, **self._write,
+            *k_cache.stride()[:3], *v_cache.stride()[:3],
         )  # fmt: skip
 
     def attend(
@@ -208,9 +209,10 @@ class TritonAttention(PagedAttention):
         if plan.decodes:
             self._attend_decodes(out, q, caches, plan, sinks, strides)
         if plan.tiles is not None:
-            prefill_kernel[(len(plan.tiles), query.kv_heads)](
-                out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
-                *strides, query.scale, SIZE=plan.block_size, **self._prefill,
+            grid = (len(plan.tiles), query.kv_heads, 1)
+            self._prefill(SIZE=plan.block_size)(
+                grid, out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
+                *strides, query.scale,
             )  # fmt: skip
         return out
 
@@ -229,11 +231,11 @@ class TritonAttention(PagedAttention):
             parts = (plan.decodes, query.q_heads, splits)
             partial = torch.empty(*parts, query.v_head_dim, dtype=torch.float32, device=q.device)
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-        decode_kernel[(splits, query.kv_heads, plan.decodes)](
-            out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
-            *strides, splits, query.scale, SIZE=plan.block_size, **self._decode,
+        grid = (splits, query.kv_heads, plan.decodes)
+        self._decode(SIZE=plan.block_size)(
+            grid, out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
+            *strides, splits, query.scale,
         )  # fmt: skip
         if splits > 1:
-            combine_kernel[(plan.decodes, query.q_heads)](
-                out, partial, lse, splits, out.stride(0), out.stride(1), **self._combine,
-            )  # fmt: skip
+            grid = (plan.decodes, query.q_heads, 1)
+            self._combine(grid, out, partial, lse, splits, out.stride(0), out.stride(1))

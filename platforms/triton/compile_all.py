@@ -207,7 +207,7 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
             constants[name] = variant.options[name]
             continue
         if signature[name] != "fp32" and name not in NOT_SPECIALIZED:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = target.facts(name, signature[name])
     source = ASTSource(variant.kernel, signature, constants, attributes)
     # what is no argument of the kernel is for the compiler
     names = variant.options.keys() - set(variant.kernel.arg_names)

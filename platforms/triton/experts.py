@@ -19,7 +19,7 @@ from headrace.platforms.triton.experts_kernels import (
     sort_kernel,
     sum_kernel,
 )
-from headrace.platforms.triton.launch import launch_options, power_of_two
+from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
 
 # So many tokens, and pairs of a token and an expert, find their experts' tiles without sorting. An expert has at most
 # one pair of each token, so one tile of 16 rows holds all of its pairs.
@@ -62,10 +62,10 @@ def product_options(
     table = GATE_UP if kernel == "gate_up" else DOWN
     columns, depth, warps, stages = EXACT if query.dtype == "float32" else table[rows]
     options = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
+    # float32 products are exact to float32, not rounded to what matrix units take
+    options["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
     options |= {"num_warps": warps, "num_stages": stages}
     chosen = launch_options(f"experts_{kernel}", query, runtime, options, dependent=True)
-    # float32 products are exact to float32, not rounded to what matrix units take
-    chosen["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
     if kernel == "gate_up":
         chosen |= {"TOP_K": query.top_k, "KIND": query.activation}
     return chosen | _even(query.hidden if kernel == "gate_up" else query.intermediate, chosen)
@@ -114,14 +114,27 @@ class TritonExperts(ExpertsImpl):
     def __init__(self, query: ExpertsQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
         self._dtype = getattr(torch, query.dtype)
-        names = ("gate_up_row", "down_row")
-        self._gate_up_row, self._down_row = (row_options(n, query, runtime) for n in names)
+        options = row_options("gate_up_row", query, runtime)
+        self._gate_up_row = Launcher(gate_up_row_kernel, options)
+        self._gate_up_grid = (triton.cdiv(query.intermediate, options["BLOCK_N"]), query.top_k, 1)
+        options = row_options("down_row", query, runtime)
+        self._down_row = Launcher(down_row_kernel, options)
+        self._down_grid = (triton.cdiv(query.hidden, options["BLOCK_N"]), 1, 1)
         self._products = {
-            rows: tuple(product_options(n, query, runtime, rows) for n in ("gate_up", "down"))
+            rows: (
+                Launchers(gate_up_kernel, product_options("gate_up", query, runtime, rows)),
+                Launchers(down_kernel, product_options("down", query, runtime, rows)),
+            )
             for rows in tile_sizes(query)
         }
-        self._sort = {one: sort_options(query, runtime, one) for one in (True, False)}
-        self._sum = sum_options(query, runtime)
+        self._count = Launcher(count_kernel, sort_options(query, runtime, False))
+        self._sort = {
+            one: Launchers(sort_kernel, {**sort_options(query, runtime, one), "ONE": one})
+            for one in (True, False)
+        }
+        options = sum_options(query, runtime)
+        self._sum = Launcher(sum_kernel, options)
+        self._sum_blocks = triton.cdiv(query.hidden, options["BLOCK"])
 
     def pack(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
         return w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
@@ -151,10 +164,8 @@ class TritonExperts(ExpertsImpl):
         query = self.query
         hidden, size = query.hidden, query.intermediate
         h = torch.empty(query.top_k, size, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(size, self._gate_up_row["BLOCK_N"]), query.top_k)
-        gate_up_row_kernel[grid](x, packed[0], h, ids, hidden, size, **self._gate_up_row)
-        grid = (triton.cdiv(hidden, self._down_row["BLOCK_N"]),)
-        down_row_kernel[grid](h, packed[1], weights, ids, out, hidden, size, **self._down_row)
+        self._gate_up_row(self._gate_up_grid, x, packed[0], h, ids, hidden, size)
+        self._down_row(self._down_grid, h, packed[1], weights, ids, out, hidden, size)
 
     def _rows(
         self,
@@ -175,38 +186,32 @@ class TritonExperts(ExpertsImpl):
             count = most_tiles(query, pairs, rows)
             order, tiles = self._sorted(ids, pairs, rows, count)
         gate_up, down = self._products[rows]
-        few_options = {"FEW": few, "PAIRS": power_of_two(pairs) if few else 1}
+        padded = power_of_two(pairs) if few else 1
         h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(size, gate_up["BLOCK_N"]), count)
-        gate_up_kernel[grid](
-            x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size,
-            **few_options, **gate_up,
-        )  # fmt: skip
-        y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(hidden, down["BLOCK_N"]), count)
-        down_kernel[grid](
-            h, packed[1], y, ids, order, tiles, pairs, hidden, size, **few_options, **down
+        grid = (triton.cdiv(size, gate_up.options["BLOCK_N"]), count, 1)
+        gate_up(FEW=few, PAIRS=padded)(
+            grid, x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size
         )
-        grid = (tokens, triton.cdiv(hidden, self._sum["BLOCK"]))
-        sum_kernel[grid](y, weights, out, hidden, **self._sum)
+        y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+        grid = (triton.cdiv(hidden, down.options["BLOCK_N"]), count, 1)
+        down(FEW=few, PAIRS=padded)(grid, h, packed[1], y, ids, order, tiles, pairs, hidden, size)
+        self._sum((tokens, self._sum_blocks, 1), y, weights, out, hidden)
 
     def _sorted(
         self, ids: torch.Tensor, pairs: int, rows: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs in the order of their experts [P], and the tiles [count, 3]; int32."""
         one = pairs <= ONE_CHUNK
-        options = self._sort[one]
+        sort = self._sort[one]
         chunks = 1 if one else triton.cdiv(pairs, CHUNK)
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
-        counts = integers(2, chunks, options["BINS"])
+        counts = integers(2, chunks, sort.options["BINS"])
         order, tiles = integers(pairs), integers(count, 3)
         if not one:
-            count_kernel[(chunks,)](ids, counts, pairs, **options)
-        sort_kernel[(chunks,)](
-            ids, counts, order, tiles, pairs, count, ONE=one, BLOCK_M=rows,
-            TILES=tiles_at_once(options), **options,
-        )  # fmt: skip
+            self._count((chunks, 1, 1), ids, counts, pairs)
+        launch = sort(BLOCK_M=rows, TILES=tiles_at_once(sort.options))
+        launch((chunks, 1, 1), ids, counts, order, tiles, pairs, count)
         return order, tiles

@@ -1,4 +1,4 @@
-"""What all kernels of this folder share: how a launch is described, and dependent launches.
+"""What all kernels of this folder share: how a launch is described and done, and dependent launches.
 
 A kernel that depends on the one before it begins with `after_previous`, once it has done what needs none of its
 results (reading weights, say), and calls `let_next_start` when the next may begin to do the same. Both are nothing
@@ -8,11 +8,17 @@ unless the launch asks for it (`launch_pdl`), which only devices that say "pdl" 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # releases before 3.4: no device is given the launches that need them (features: "pdl")
+    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit
@@ -41,6 +47,88 @@ def launch_options(
         if pdl:
             chosen["launch_pdl"] = True
     return chosen
+
+
+Grid = tuple[int, int, int]
+
+_DTYPE = attrgetter("dtype")
+_ADDRESS = torch.Tensor.data_ptr
+ALIGNED = 15  # bits of an address that are 0 where kernels are compiled for aligned pointers
+
+
+class Launcher:
+    """A kernel with its constants, called as `launcher(grid, *tensors, *numbers)`: the order of all kernels here.
+
+    What an eager step costs is the host's time for its launches. Triton's own way to a kernel takes 12 us or more of
+    Python, to learn what the arguments are specialized on; here one look-up tells whether arguments of just these
+    dtypes, alignments and numbers were launched before, and 1 us does. Numbers that change from step to step (lengths,
+    rows of a batch) make an entry for each value; the table is emptied when it has grown large.
+    """
+
+    MOST_KNOWN = 4096
+
+    def __init__(self, kernel: Any, options: Mapping[str, Any]) -> None:
+        self._kernel, self._options = kernel, dict(options)
+        self._compiled = isinstance(kernel, triton.JITFunction)  # else it is interpreted
+        self._known: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._stream: Any = None
+        self._tensors = 0
+        self._constants: tuple[Any, ...] = ()
+        if self._compiled:
+            constant = [parameter.is_constexpr for parameter in kernel.params]
+            if constant != sorted(constant):
+                raise TypeError(
+                    f"{kernel.__name__}: constants must come behind all other arguments"
+                )
+            self._constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        if not self._compiled:
+            self._kernel[grid](*arguments, **self._options)
+            return
+        tensors, numbers = arguments[: self._tensors], arguments[self._tensors :]
+        address = 0
+        for one in map(_ADDRESS, tensors):
+            address |= one
+        key = (*map(_DTYPE, tensors), *numbers)
+        if address & ALIGNED:
+            key += tuple(one & ALIGNED for one in map(_ADDRESS, tensors))
+        found = self._known.get(key)
+        if found is None:
+            self._first(key, grid, arguments)
+            return
+        run, function, metadata = found
+        stream = self._stream(tensors[0].get_device())
+        # no metadata of this launch, no hooks before and after it
+        run(*grid, stream, function, metadata, None, None, None, *arguments, *self._constants)
+
+    def _first(self, key: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...]) -> None:
+        """By Triton's own way, which compiles what it has not."""
+        made = self._kernel[grid](*arguments, **self._options)
+        if (
+            not self._tensors
+        ):  # now it is known that this is a launch, and how its arguments are divided
+            self._stream = triton.runtime.driver.active.get_current_stream
+            self._tensors = sum(isinstance(one, torch.Tensor) for one in arguments)
+            return
+        if len(self._known) >= self.MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = (made.run, made.function, made.packed_metadata)
+
+
+class Launchers:
+    """Launchers of one kernel that differ in some of its constants."""
+
+    def __init__(self, kernel: Any, options: Mapping[str, Any]) -> None:
+        self._kernel, self.options = kernel, dict(options)
+        self._made: dict[tuple[Any, ...], Launcher] = {}
+
+    def __call__(self, **constants: Any) -> Launcher:
+        key = tuple(constants.values())
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = Launcher(self._kernel, {**self.options, **constants})
+        return found
 
 
 def power_of_two(n: int, least: int = 1) -> int:

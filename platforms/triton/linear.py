@@ -14,7 +14,7 @@ import triton
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import LinearImpl
 from headrace.platforms.queries import LinearQuery
-from headrace.platforms.triton.launch import launch_options
+from headrace.platforms.triton.launch import Launcher, launch_options
 from headrace.platforms.triton.linear_kernels import row_kernel
 
 # Up to so many rows of weights a program has few rows of its own, so that there are programs for every unit.
@@ -37,8 +37,9 @@ class TritonLinear(LinearImpl):
         super().__init__(query, runtime)
         self._dtype = getattr(torch, query.dtype)
         self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
-        self._row = row_options(query, runtime)
-        self._grid = (triton.cdiv(query.out_features, self._row["BLOCK_N"]),)
+        options = row_options(query, runtime)
+        self._row = Launcher(row_kernel, options)
+        self._grid = (triton.cdiv(query.out_features, options["BLOCK_N"]), 1, 1)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         bias = None if bias is None else bias.to(self._dtype)
@@ -54,10 +55,8 @@ class TritonLinear(LinearImpl):
             out = torch.empty(1, weight.shape[0], dtype=self._out_dtype, device=x.device)
         if x.stride(1) != 1:
             x = x.contiguous()
-        row_kernel[self._grid](
-            x, weight, weight if bias is None else bias, out, weight.shape[1], weight.stride(0),
-            **self._row,
-        )  # fmt: skip
+        tensors = (x, weight, weight if bias is None else bias, out)
+        self._row(self._grid, *tensors, weight.shape[1], weight.stride(0))
         return out
 
     def _library(

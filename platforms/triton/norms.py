@@ -11,6 +11,7 @@ import triton.language as tl
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import NormQuery
 from headrace.platforms.triton.launch import (
+    Launcher,
     after_previous,
     launch_options,
     let_next_start,
@@ -61,11 +62,6 @@ def add_rms_norm_kernel(
     tl.store(out + row * WIDTH + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-class _Norm:
-    def __init__(self, query: NormQuery, runtime: DeviceRuntime) -> None:
-        self._options = options(query, runtime)
-
-
 def options(query: NormQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     """How a norm is launched, either of them."""
     width = query.hidden
@@ -73,7 +69,10 @@ def options(query: NormQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     return launch_options("rms_norm", query, runtime, chosen, dependent=True)
 
 
-class RmsNorm(_Norm):
+class RmsNorm:
+    def __init__(self, query: NormQuery, runtime: DeviceRuntime) -> None:
+        self._launch = Launcher(rms_norm_kernel, options(query, runtime))
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         heads = 1
@@ -84,18 +83,19 @@ class RmsNorm(_Norm):
         rows = x.shape[0] * heads
         if rows:
             token, head = x.stride(0), x.stride(1) if heads > 1 else 0
-            rms_norm_kernel[(rows,)](x, weight, out, heads, token, head, eps, **self._options)
+            self._launch((rows, 1, 1), x, weight, out, heads, token, head, eps)
         return out
 
 
-class AddRmsNorm(_Norm):
+class AddRmsNorm:
+    def __init__(self, query: NormQuery, runtime: DeviceRuntime) -> None:
+        self._launch = Launcher(add_rms_norm_kernel, options(query, runtime))
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if x.shape[0]:
             strides = x.stride(0), residual.stride(0)
-            add_rms_norm_kernel[(x.shape[0],)](
-                x, residual, weight, out, *strides, eps, **self._options
-            )
+            self._launch((x.shape[0], 1, 1), x, residual, weight, out, *strides, eps)
         return out, residual

@@ -9,6 +9,7 @@ import triton.language as tl
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import RotaryQuery
 from headrace.platforms.triton.launch import (
+    Launchers,
     after_previous,
     launch_options,
     let_next_start,
@@ -52,6 +53,7 @@ class Rotary:
         half = query.rotary_dim // 2
         options = {"HALF": half, "WIDTH": power_of_two(half), "num_warps": 4}
         self.options = launch_options("rotary", query, runtime, options, dependent=True)
+        self._launch = Launchers(rotary_kernel, self.options)
         # about a thousand pairs for each program
         self._heads = max(1, 1024 // self.options["WIDTH"])
 
@@ -67,7 +69,7 @@ class Rotary:
         block = min(self._heads, power_of_two(heads))
         if not q.shape[0]:
             return
-        rotary_kernel[(q.shape[0], triton.cdiv(heads, block))](
-            positions, q, k, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-            Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block, **self.options,
-        )  # fmt: skip
+        launch = self._launch(Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block)
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
+        grid = (q.shape[0], triton.cdiv(heads, block), 1)
+        launch(grid, positions, q, k, cos_sin, *strides)

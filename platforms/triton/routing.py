@@ -11,6 +11,7 @@ import triton.language as tl
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import RouterQuery
 from headrace.platforms.triton.launch import (
+    Launcher,
     after_previous,
     launch_options,
     let_next_start,
@@ -71,7 +72,7 @@ def options(query: RouterQuery, runtime: DeviceRuntime) -> dict[str, Any]:
 class TopkSoftmax:
     def __init__(self, query: RouterQuery, runtime: DeviceRuntime) -> None:
         self._top_k = query.top_k
-        self._options = options(query, runtime)
+        self._launch = Launcher(topk_softmax_kernel, options(query, runtime))
 
     def __call__(
         self, logits: torch.Tensor, top_k: int, renormalize: bool
@@ -80,7 +81,5 @@ class TopkSoftmax:
         weights = torch.empty(tokens, self._top_k, dtype=torch.float32, device=device)
         ids = torch.empty(tokens, self._top_k, dtype=torch.int32, device=device)
         if tokens:
-            topk_softmax_kernel[(tokens,)](
-                logits, weights, ids, logits.stride(0), **self._options
-            )  # fmt: skip
+            self._launch((tokens, 1, 1), logits, weights, ids, logits.stride(0))
         return weights, ids

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.queries import SampleQuery
-from headrace.platforms.triton.launch import launch_options
+from headrace.platforms.triton.launch import Launcher, launch_options
 
 OPTIONS = {"BLOCK": 4096, "num_warps": 16}
 PASSES = tl.constexpr(16)  # a quarter of 2^32 keys each: one is left
@@ -199,7 +199,8 @@ class Sample:
     """Nothing is read back: every row's filters are decided on the device."""
 
     def __init__(self, query: SampleQuery, runtime: DeviceRuntime) -> None:
-        self._options = launch_options("sample", query, runtime, OPTIONS)
+        options = launch_options("sample", query, runtime, OPTIONS)
+        self._launch = Launcher(sample_kernel, options)
 
     def __call__(
         self,
@@ -215,8 +216,6 @@ class Sample:
         if rows:
             if logits.stride(1) != 1:
                 logits = logits.contiguous()
-            sample_kernel[(rows,)](
-                logits, temperature, top_k, top_p, min_p, uniform, ids, logits.stride(0), vocab,
-                **self._options,
-            )  # fmt: skip
+            tensors = (logits, temperature, top_k, top_p, min_p, uniform, ids)
+            self._launch((rows, 1, 1), *tensors, logits.stride(0), vocab)
         return ids

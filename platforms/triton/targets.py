@@ -28,6 +28,7 @@ ARCHS = tuple(_SHARED)
 # faster even so: 15 % than eight warps without a spill, measured on an H200. Where matrix units have no float32, a
 # thread holds whole rows of both operands: heads of 256 do not fit its 256 registers.
 MOST_SPILLS, MOST_SPILLS_EXACT = 320, 512
+CACHES = ("k_cache", "v_cache")
 # where a platform changes launch options, by the start of its architectures' names; the others keep them as they are
 _CHANGES = {"gfx": "headrace.platforms.rocm.tuning:kernel_options"}
 
@@ -61,6 +62,12 @@ class Target:
     shared: int  # bytes
     most_spills: int  # bytes of a thread
     runtime: Described
+
+    def facts(self, name: str, kind: str) -> list[list[Any]]:
+        """What launches say of an argument: sizes and addresses are multiples of 16 and, where the compiler asks for
+        it, memory is at most 2 GiB; a cache is more."""
+        small = self.compiler.backend == "hip" and kind.startswith("*") and name not in CACHES
+        return [["tt.divisibility", 16], *([["tt.pointer_range", 32]] if small else [])]
 
     def resources(self, made: Any) -> Resources:
         """What a compiled kernel takes."""

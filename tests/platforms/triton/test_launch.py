@@ -1,0 +1,114 @@
+"""Launches that were done before go past Triton's own front, with just the arguments that it would pass on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+from headrace.platforms.triton.launch import Launcher, Launchers, launch_options  # noqa: E402
+
+
+class Recorder(triton.JITFunction):
+    """A kernel whose launches are written down: ("jit" or "direct", grid, arguments)."""
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__(fn)
+        self.launches: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        self.launches.append(("jit", grid, args, kwargs))
+
+        def direct(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+            self.launches.append(("direct", (x, y, z), rest[4:], (stream, function)))
+
+        return SimpleNamespace(run=direct, function="f", packed_metadata=())
+
+
+def kernel(x, y, rows, scale, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    pass
+
+
+def backwards(x, BLOCK: tl.constexpr, rows):
+    pass
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    active = SimpleNamespace(get_current_stream=lambda device: 7)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    return Recorder(kernel)
+
+
+OPTIONS = {"EVEN": True, "BLOCK": 64, "num_warps": 4}
+GRID = (3, 1, 1)
+
+
+def test_the_third_equal_launch_is_direct(recorder):
+    launch = Launcher(recorder, OPTIONS)
+    x, y = torch.zeros(32), torch.zeros(32)
+    for _ in range(4):
+        launch(GRID, x, y, 5, 0.5)
+    kinds = [entry[0] for entry in recorder.launches]
+    # the first says what the arguments are, the second fills the table
+    assert kinds == ["jit", "jit", "direct", "direct"]
+    assert recorder.launches[0][1:] == (GRID, (x, y, 5, 0.5), OPTIONS)
+    # constants in the order of the kernel's arguments
+    assert recorder.launches[2][1:] == (GRID, (x, y, 5, 0.5, 64, True), (7, "f"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: (x.double(), 5),
+        lambda x: (x[1:], 5),  # 4 bytes beyond an aligned address
+        lambda x: (x, 16),
+        lambda x: (x, 1),
+    ],
+)
+def test_what_kernels_are_specialized_on_is_told_apart(recorder, change):
+    launch = Launcher(recorder, OPTIONS)
+    y = torch.zeros(32)
+    for _ in range(3):
+        launch(GRID, torch.zeros(32), y, 5, 0.5)
+    x, rows = change(torch.zeros(32))
+    launch(GRID, x, y, rows, 0.5)
+    launch(GRID, x, y, rows, 0.5)
+    assert [entry[0] for entry in recorder.launches[-2:]] == ["jit", "direct"]
+
+
+def test_the_table_does_not_grow_without_end(recorder):
+    launch = Launcher(recorder, OPTIONS)
+    launch.MOST_KNOWN = 8
+    x, y = torch.zeros(32), torch.zeros(32)
+    for rows in range(50):
+        launch(GRID, x, y, rows, 0.5)
+    assert len(launch._known) <= 8
+
+
+def test_constants_come_last():
+    with pytest.raises(TypeError, match="constants must come behind"):
+        Launcher(Recorder(backwards), {"BLOCK": 4})
+
+
+def test_launchers_are_made_once_for_their_constants(recorder):
+    made = Launchers(recorder, {"EVEN": True})
+    assert made(BLOCK=64) is made(BLOCK=64)
+    assert made(BLOCK=64) is not made(BLOCK=32)
+
+
+def test_a_device_changes_options():
+    class Runtime:
+        info = SimpleNamespace(features=frozenset({"pdl"}))
+
+        def kernel_options(self, kernel, query, options):
+            return {"num_warps": 2} if kernel == "row" else {}
+
+    chosen = launch_options("row", None, Runtime(), OPTIONS, dependent=True)
+    assert chosen == {**OPTIONS, "num_warps": 2, "PDL": True, "launch_pdl": True}
+    assert launch_options("other", None, Runtime(), OPTIONS) == OPTIONS
