@@ -1,0 +1,51 @@
+"""Run the shared kernels in Triton's interpreter as an AMD device would launch them; exit code 1 when one is wrong.
+
+TRITON_INTERPRET=1 python -m tests.platforms.rocm.interpreted ARCH GROUP DTYPE
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.ops import CONTRACTS
+from headrace.platforms.reference.compare import compare
+from headrace.platforms.registry import Registry
+from headrace.platforms.rocm import tuning
+from headrace.platforms.rocm.platform import RocmPlatform
+from tests.platforms.triton import queries
+
+GROUPS = {"rows": queries.rows, "attention": queries.attentions, "experts": queries.experts}
+
+
+def main(arch: str, group: str, dtype: str) -> int:
+    torch.set_num_threads(1)
+    platform, described = CpuPlatform(), RocmPlatform.describe(arch)
+    runtime: Any = platform.open(platform.probe()[0])
+    # computes here, launches as there
+    runtime.info = dataclasses.replace(described, units=16)
+    runtime.kernel_options = partial(tuning.kernel_options, described.features)
+    registry = Registry.with_reference(RocmPlatform().implementations())
+    wrong = 0
+    for op, query in GROUPS[group](dtype):
+        rows = {row.name: row for row in registry.candidates(op)}
+        assert rows["triton"].supports(query, described).status == "unverified"
+        made = []
+        for row in (rows["triton"], rows["reference"]):
+            target = row.load()
+            bound = CONTRACTS[op].kind == "class" or row.per_query
+            made.append(target(query, runtime) if bound else target)
+        result = compare(CONTRACTS[op], query, *made, runtime.device)
+        if not result.within:
+            wrong += 1
+            print(f"{op} {query} as on {arch}: {result}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
