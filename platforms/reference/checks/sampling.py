@@ -12,6 +12,7 @@ from headrace.platforms.queries import SampleQuery
 from headrace.platforms.reference.checks.base import Make, OpCheck, require, same
 
 VOCAB = 5000
+DRAWS = 600  # of one distribution: each share is then right to 1 / 600 < 2e-3
 FOUR = [0.4, 0.3, 0.2, 0.1]
 # options -> the probabilities that they leave of FOUR
 FILTERS: tuple[tuple[dict[str, float], list[float]], ...] = (
@@ -96,8 +97,8 @@ def frequencies_are_the_filtered_probabilities(sample: Any, case: int) -> None:
     ids = [7, 3, 4000, 11]
     logits = torch.full((1, VOCAB), -100.0)
     logits[0, ids] = torch.tensor(FOUR).log()
-    grid = (torch.arange(2000) + 0.5) / 2000
-    drawn = sample(logits.expand(2000, -1).contiguous(), uniform=grid, **options)
+    grid = (torch.arange(DRAWS) + 0.5) / DRAWS
+    drawn = sample(logits.expand(DRAWS, -1).contiguous(), uniform=grid, **options)
     for position, token in enumerate(ids):
         share = (drawn == token).float().mean().item()
         want = allowed[position] / sum(allowed) if position < len(allowed) else 0.0
@@ -107,9 +108,9 @@ def frequencies_are_the_filtered_probabilities(sample: Any, case: int) -> None:
 def temperature_sharpens(sample: Any) -> None:
     logits = torch.full((1, VOCAB), -100.0)
     logits[0, 5], logits[0, 9] = 1.0, 0.0
-    grid = (torch.arange(1000) + 0.5) / 1000
+    grid = (torch.arange(DRAWS) + 0.5) / DRAWS
     for temperature in (0.25, 1.0, 4.0):
-        drawn = sample(logits.expand(1000, -1).contiguous(), temperature=temperature, uniform=grid)
+        drawn = sample(logits.expand(DRAWS, -1).contiguous(), temperature=temperature, uniform=grid)
         share, want = (drawn == 5).float().mean().item(), 1 / (1 + math.exp(-1 / temperature))
         require(abs(share - want) < 2e-3, f"at {temperature}: {share:.4f} instead of {want:.4f}")
 
