@@ -26,6 +26,7 @@ from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.platform import Default
 from headrace.platforms.probe import (
     ResolvedPlatform,
 )
@@ -80,7 +81,8 @@ def prepare(
     try:
         files = resolve_model(config.model, progress)
         spec = read_spec(files, config.model.hf_overrides)
-        proposals = platform.defaults(model_shape(spec), device)
+        dtype = Default(device.dtypes[0], f"what {device.name} prefers")
+        proposals = {"model.dtype": dtype, **platform.defaults(model_shape(spec), device)}
         config = merge_defaults(config, proposals, PLATFORM + platform.name)
     except (ModelError, ConfigError) as error:
         raise CliError(str(error)) from None

@@ -45,12 +45,12 @@ def resolve(flags: Iterable[Given] = (), file: str | Path = "") -> EngineConfig:
 def merge_defaults(
     config: EngineConfig, proposals: Mapping[str, Default], source: str
 ) -> EngineConfig:
-    """Take a platform's (or model's) proposals, by settings path, where nobody set the value.
+    """Take a platform's (or model's) proposals, by settings path, where nobody set the value or it was left "auto".
 
     `source` is written to the provenance: PLATFORM and a name, or what else knows it. A proposal for a setting that
     does not exist, or of the wrong type, is the proposer's mistake and raises ConfigError.
     """
-    taken = {row.path for row in config.provenance}
+    taken = {row.path for row in config.provenance if row.value != "auto"}
     fresh = []
     for path, default in proposals.items():
         _require(path, source)

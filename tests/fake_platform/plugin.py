@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,11 @@ import pytest
 SOURCE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
-def fake_platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder with the installed package, on sys.path and on PYTHONPATH (for child processes)."""
-    folder = tmp_path_factory.mktemp("fake_platform")
+def install(source: Path, folder: Path) -> Path:
+    """Build and install the package in `source` with pip, without network; the folder that it is in."""
     # built from a copy: the build leaves files behind
-    shutil.copytree(SOURCE / "src", folder / "source" / "src")
-    shutil.copy(SOURCE / "pyproject.toml", folder / "source")
+    shutil.copytree(source / "src", folder / "source" / "src")
+    shutil.copy(source / "pyproject.toml", folder / "source")
     target = folder / "installed"
     options = [
         "--quiet",
@@ -33,8 +32,21 @@ def fake_platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     command = [sys.executable, "-m", "pip", "install", *options, str(folder / "source")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return target
+
+
+@contextmanager
+def on_path(folder: Path) -> Iterator[Path]:
+    """`folder` on sys.path and on PYTHONPATH (for child processes)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(target))
-        paths = [str(target), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.syspath_prepend(str(folder))
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        yield target
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def fake_platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder with the installed package, on sys.path and on PYTHONPATH (for child processes)."""
+    with on_path(install(SOURCE, tmp_path_factory.mktemp("fake_platform"))) as folder:
+        yield folder

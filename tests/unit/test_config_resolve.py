@@ -60,6 +60,15 @@ def test_merging_defaults_leaves_the_old_configuration_alone() -> None:
     assert after.cache.block_size == 32
 
 
+def test_auto_is_left_to_the_platform() -> None:
+    """Who types --dtype auto gets what he would get without it."""
+    config = resolve([_given("--dtype", "auto")])
+    proposals = {"model.dtype": Default("bfloat16", "the device's own")}
+    after = merge_defaults(config, proposals, "platform x")
+    row = source_of(after, "model.dtype")
+    assert after.model.dtype == "bfloat16" and row is not None and row.source == "platform x"
+
+
 def test_an_alias_is_named_as_it_was_typed() -> None:
     config = resolve([_given("--context-length", "4k")])
     row = source_of(config, "model.max_model_len")

@@ -1,0 +1,1 @@
+"""A platform for headrace, to copy: see the README."""
