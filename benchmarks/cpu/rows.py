@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.cpu.servers import MODEL, Fleet, Server, ServerFailed, cores
+from benchmarks.cpu.servers import MODEL, SERVERS, Fleet, Server, ServerFailed, cores
 from headrace.cli.bench.client import completion
 from headrace.cli.bench.load import Load
 from headrace.cli.bench.prompts import Prompts
@@ -91,8 +91,18 @@ def figures(
     seed = f"{row.name} {time.time_ns()}"
     prompts = asyncio.run(own.prompts(row.load.prompt_tokens, seed))
     names = row.servers if settings.round % 2 == 0 else row.servers[::-1]
-    there = [server for name in names if (server := fleet.get(name)) is not None]
-    return {row.name: {server.name: one(server, prompts) for server in there}}
+    found: Figures = {}
+    for name in names:
+        server = fleet.get(name) if name in SERVERS else None
+        if server is None:
+            continue
+        try:
+            found[name] = one(server, prompts)
+        except ServerFailed as error:
+            if server is own:
+                raise
+            fleet.complain(f"{row.name}: {error}")  # the others' figures are still worth having
+    return {row.name: found}
 
 
 def loaded(read: Callable[[dict[str, Any]], float]) -> Measure:

