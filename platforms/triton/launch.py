@@ -17,7 +17,9 @@ import triton.language as tl
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # releases before 3.4: no device is given the launches that need them (features: "pdl")
+except (
+    ImportError
+):  # releases before 3.4: no device is given the launches that need them (features: "pdl")
     gdc_launch_dependents = gdc_wait = None
 
 
@@ -53,6 +55,8 @@ Grid = tuple[int, int, int]
 
 _DTYPE = attrgetter("dtype")
 _ADDRESS = torch.Tensor.data_ptr
+# Bytes up to which Triton's compiler for AMD's devices addresses a tensor's memory with 32 bits.
+SMALL = 2**31 - 1
 ALIGNED = 15  # bits of an address that are 0 where kernels are compiled for aligned pointers
 
 
@@ -73,6 +77,7 @@ class Launcher:
         self._known: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._stream: Any = None
         self._tensors = 0
+        self._by_size = False
         self._constants: tuple[Any, ...] = ()
         if self._compiled:
             constant = [parameter.is_constexpr for parameter in kernel.params]
@@ -93,6 +98,8 @@ class Launcher:
         key = (*map(_DTYPE, tensors), *numbers)
         if address & ALIGNED:
             key += tuple(one & ALIGNED for one in map(_ADDRESS, tensors))
+        if self._by_size:
+            key += tuple(one.untyped_storage().nbytes() > SMALL for one in tensors)
         found = self._known.get(key)
         if found is None:
             self._first(key, grid, arguments)
@@ -109,6 +116,7 @@ class Launcher:
             not self._tensors
         ):  # now it is known that this is a launch, and how its arguments are divided
             self._stream = triton.runtime.driver.active.get_current_stream
+            self._by_size = triton.runtime.driver.active.get_current_target().backend == "hip"
             self._tensors = sum(isinstance(one, torch.Tensor) for one in arguments)
             return
         if len(self._known) >= self.MOST_KNOWN:

@@ -18,12 +18,30 @@ from headrace.platforms.triton.launch import (
 
 
 @triton.jit
+def turn(
+    rows, live, cos, sin, HALF: tl.constexpr, NEOX: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The heads at rows [HEADS, 1], by the angles of their token."""
+    at = tl.arange(0, WIDTH)
+    if NEOX:
+        first, second = at[None, :], at[None, :] + HALF
+    else:
+        first, second = 2 * at[None, :], 2 * at[None, :] + 1
+    live &= (at < HALF)[None, :]
+    a = tl.load(rows + first, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(rows + second, mask=live, other=0.0).to(tl.float32)
+    tl.store(rows + first, (a * cos - b * sin).to(rows.dtype.element_ty), mask=live)
+    tl.store(rows + second, (b * cos + a * sin).to(rows.dtype.element_ty), mask=live)
+
+
+@triton.jit
 def rotary_kernel(
     positions, q, k, cos_sin, q_token, q_head, k_token, k_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program turns HEADS heads of one token: those of q first, then those of k."""
+    """One program turns HEADS heads of one token, of q or of k: a choice between the two for each head would be one
+    between pointers into different memory, which the compiler for AMD's devices does not take."""
     token = tl.program_id(0).to(tl.int64)
     let_next_start(PDL)
     after_previous(PDL)
@@ -32,20 +50,15 @@ def rotary_kernel(
     angles = cos_sin + tl.load(positions + token) * (2 * HALF)
     cos = tl.load(angles + at, mask=inside, other=0.0)[None, :]
     sin = tl.load(angles + HALF + at, mask=inside, other=0.0)[None, :]
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    of_q = head < Q_HEADS
-    q_row = q + token * q_token + head * q_head
-    k_row = k + token * k_token + (head - Q_HEADS) * k_head
-    row = tl.where(of_q, q_row, k_row)[:, None]
-    live = (head < Q_HEADS + K_HEADS)[:, None] & inside[None, :]
-    if NEOX:
-        first, second = at[None, :], at[None, :] + HALF
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    head = tl.arange(0, HEADS)[:, None]
+    if part < Q_PARTS:
+        head += part * HEADS
+        turn(q + token * q_token + head * q_head, head < Q_HEADS, cos, sin, HALF, NEOX, WIDTH)
     else:
-        first, second = 2 * at[None, :], 2 * at[None, :] + 1
-    a = tl.load(row + first, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(row + second, mask=live, other=0.0).to(tl.float32)
-    tl.store(row + first, (a * cos - b * sin).to(q.dtype.element_ty), mask=live)
-    tl.store(row + second, (b * cos + a * sin).to(q.dtype.element_ty), mask=live)
+        head += (part - Q_PARTS) * HEADS
+        turn(k + token * k_token + head * k_head, head < K_HEADS, cos, sin, HALF, NEOX, WIDTH)
 
 
 class Rotary:
@@ -65,11 +78,11 @@ class Rotary:
         cos_sin: torch.Tensor,
         is_neox: bool,
     ) -> None:
-        heads = q.shape[1] + k.shape[1]
-        block = min(self._heads, power_of_two(heads))
+        heads = q.shape[1], k.shape[1]
+        block = min(self._heads, power_of_two(max(heads)))
         if not q.shape[0]:
             return
-        launch = self._launch(Q_HEADS=q.shape[1], K_HEADS=k.shape[1], NEOX=is_neox, HEADS=block)
+        launch = self._launch(Q_HEADS=heads[0], K_HEADS=heads[1], NEOX=is_neox, HEADS=block)
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-        grid = (q.shape[0], triton.cdiv(heads, block), 1)
+        grid = (q.shape[0], sum(triton.cdiv(n, block) for n in heads), 1)
         launch(grid, positions, q, k, cos_sin, *strides)
