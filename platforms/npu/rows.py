@@ -88,7 +88,10 @@ def _apply_rotary(query: Any, device: DeviceInfo, check: Check) -> Check:
 
 
 def _swiglu(query: Any, device: DeviceInfo, check: Check) -> Check:
-    return _dtype(check, query.dtype, device)
+    _dtype(check, query.dtype, device)
+    size = 2 * query.intermediate
+    any_size = "bf16" in device.features
+    return check.need(any_size or size % 32 == 0, f"rows of {size} are no multiple of 32")
 
 
 def _geglu(query: Any, device: DeviceInfo, check: Check) -> Check:

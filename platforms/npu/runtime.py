@@ -1,0 +1,51 @@
+"""An Ascend device opened in a worker. What all devices of PyTorch share is in headrace.platforms.torch_device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.platforms.collectives import Collectives, GroupSpec
+from headrace.platforms.device import DeviceInfo
+from headrace.platforms.graph import GraphBackend
+from headrace.platforms.npu import versions
+from headrace.platforms.torch_device.runtime import TorchRuntime
+
+if TYPE_CHECKING:
+    from headrace.platforms.npu.graphs import Recorder
+
+
+class NpuRuntime(TorchRuntime):
+    """`recorder` takes the launches whose host numbers change from replay to replay; None outside of captures."""
+
+    device_type = "npu"
+
+    def __init__(self, info: DeviceInfo) -> None:
+        register()
+        super().__init__(info)
+        self.recorder: Recorder | None = None
+        npu = self._module
+        # compiling each op for each shape at run time would take seconds a step
+        npu.set_compile_mode(jit_compile=False)
+        # formats of tensors are chosen by `pack`, not guessed by the ops that make them
+        npu.config.allow_internal_format = True
+
+    def make_graphs(self) -> GraphBackend:
+        from headrace.platforms.npu.graphs import NpuGraphs
+
+        return NpuGraphs(self)
+
+    def make_collectives(self, group: GroupSpec) -> Collectives:
+        from headrace.platforms.npu.collectives import HcclCollectives
+
+        return HcclCollectives(group, self.device)
+
+
+def register() -> None:
+    """Make `torch.npu` and the `npu` ops known. RuntimeError with the versions when torch_npu cannot be imported."""
+    try:
+        import torch_npu  # noqa: F401  (its import registers both)
+    except (ImportError, OSError) as error:
+        raise RuntimeError(
+            f"torch_npu cannot be imported: {error}; is CANN's environment set ({versions.SOURCE}) and of the version "
+            "that torch_npu needs (headrace doctor shows them)?"
+        ) from error
