@@ -34,7 +34,8 @@ class TorchCollectives(Collectives):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         x = x.contiguous()
         parts = torch.empty((self.world, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts, x)
+        # flat: libraries differ in which shapes they take
+        dist.all_gather_into_tensor(parts.view(-1), x.view(-1))
         return torch.cat(parts.unbind(0), dim)
 
     def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:

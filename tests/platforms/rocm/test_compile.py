@@ -41,3 +41,40 @@ def test_products_without_matrix_instructions_are_noticed():
         assert used == targets.Resources(12, 12, 64, missing)
     made.asm["amdgcn"] = "v_mfma_f32_16x16x16_bf16 a, b, c, d\n"
     assert not targets._of_amdgcn(made, frozenset({"mfma"})).missing
+
+
+def test_remembered_launches_know_large_memory(monkeypatch):
+    """A kernel that was compiled for memory below 2 GiB must not be launched for more."""
+    import torch
+
+    from headrace.platforms.triton import launch
+
+    compiled, runs = [], []
+
+    class Kernel:
+        params = ()
+        __name__ = "kernel"
+
+        def __getitem__(self, _grid):
+            def run(x):
+                compiled.append(x.untyped_storage().nbytes())
+                return SimpleNamespace(run=lambda *_: runs.append(1), function=0, packed_metadata=0)
+
+            return run
+
+    active = SimpleNamespace(
+        get_current_stream=lambda _: 0, get_current_target=lambda: SimpleNamespace(backend="hip")
+    )
+    monkeypatch.setattr(launch.triton, "JITFunction", Kernel)
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=active))
+    launcher = launch.Launcher(Kernel(), {})
+    small = torch.empty(16, dtype=torch.uint8)
+    large = torch.empty(2**31, dtype=torch.uint8)[:16]  # untouched pages cost nothing
+    for _ in range(3):
+        launcher((1, 1, 1), small)
+    assert len(compiled) == 2 and len(runs) == 1  # the first one tells how arguments are divided
+    launcher((1, 1, 1), large)
+    assert len(compiled) == 3 and len(runs) == 1
+    launcher((1, 1, 1), large)
+    launcher((1, 1, 1), small)
+    assert len(compiled) == 3 and len(runs) == 3
