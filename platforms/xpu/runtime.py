@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import MemoryInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.torch_device.runtime import TorchRuntime
-from headrace.platforms.xpu import hardware
+from headrace.platforms.xpu import hardware, tuning
 
 
 class XpuRuntime(TorchRuntime):
@@ -36,6 +39,11 @@ class XpuRuntime(TorchRuntime):
             if installed:
                 free, total = min(free, available), min(total, installed)
         return MemoryInfo(free + held, total)
+
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return tuning.kernel_options(self.info.features, kernel, query, options)
 
     def make_graphs(self) -> GraphBackend:
         from headrace.platforms.xpu.graphs import NoGraphs, XpuGraphs

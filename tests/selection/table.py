@@ -182,7 +182,8 @@ def xpu_scenes() -> list[Scene]:
     described = {arch: platform.describe(arch) for arch in platform.known_archs()}
     passed = SelfTest(True, "largest error 0.0e+00")
     tests, plain = {"triton": passed, "ipex": passed}, {"triton-xpu": "3.7.2"}
-    full = {"pytorch-triton-xpu": "3.4.0", "intel-extension-for-pytorch": "2.8.10+xpu"}
+    full = {"pytorch-triton-xpu": "3.4.0", "torch": "2.8.0+xpu"}
+    full |= {"intel-extension-for-pytorch": "2.8.10+xpu"}
     arc = described["bmg"]
     return [
         *(
