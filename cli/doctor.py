@@ -19,6 +19,7 @@ from headrace.engine.config import env
 from headrace.engine.config.settings import EngineConfig
 from headrace.engine.config.sizes import format_bytes
 from headrace.engine.weights.demo import DEMO_NAME, demo_file
+from headrace.engine.weights.packed import packed_folder, packed_size
 from headrace.engine.weights.source import ModelError
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.probe import Finding, find_all
@@ -47,7 +48,11 @@ def examine() -> dict[str, Any]:
         "platforms": [_finding(row) for row in platforms],
         "memory": _memory(),
         "packages": packages,
-        "cache": {"folder": str(env.cache_dir()), "demo": _demo_is_here()},
+        "cache": {
+            "folder": str(env.cache_dir()),
+            "demo": _demo_is_here(),
+            "packed": dict(zip(("files", "bytes"), packed_size(), strict=True)),
+        },
         "environment": {
             variable.name: "set" if variable is env.API_KEY else str(env.read(variable))
             for variable in env.VARIABLES
@@ -146,7 +151,16 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         f"memory: {format_bytes(memory['available'])} free of {format_bytes(memory['total'])}",
         highlight=False,
     )
-    console.print(f"models: {found['cache']['folder']}\n", highlight=False, soft_wrap=True)
+    console.print(f"models: {found['cache']['folder']}", highlight=False, soft_wrap=True)
+    packed = found["cache"]["packed"]
+    if packed["files"]:
+        console.print(
+            f"packed weights (--packed-cache): {packed['files']} files, {format_bytes(packed['bytes'])}; "
+            f"to free them: rm -r {packed_folder()}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print()
     console.print(_platform_table(found["platforms"]))
     for row in found["platforms"]:
         for device in row["devices"]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ class DeviceRuntime(ABC):
         """What this device wants changed in the launch `options` (constants, warps, stages) of a shared kernel, by
         the kernel's name and the query it serves; {} keeps them all."""
         return {}
+
+    def packed_weights(self, path: Path, identity: str) -> AbstractContextManager[None]:
+        """While it is open, `pack_named` takes matrices from the file `path` if it was made for `identity`; at the end
+        what it lacks is written there. ValueError where packed weights cannot be kept."""
+        raise ValueError(f"{self.info.spec} keeps no packed weights; leave --packed-cache out")
 
     @abstractmethod
     def close(self) -> None: ...

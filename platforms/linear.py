@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace.platforms.device import DeviceRuntime
@@ -30,6 +31,11 @@ class LinearImpl(ABC):
         A tensor, or for a quantized scheme the stored rows, uint8 [out, bytes of a row]. Where these have an attribute
         `drop`, `drop(first, stop)` says which rows will not be read again, so that they need no memory meanwhile.
         """
+
+    def pack_named(self, name: str, weight: Callable[[], Any], bias: torch.Tensor | None) -> Any:
+        """`pack` of what `weight` reads, or what came of the matrix of this name at an earlier start where the device
+        keeps packed weights (DeviceRuntime.packed_weights)."""
+        return self.pack(weight(), bias)
 
     @abstractmethod
     def __call__(
@@ -59,6 +65,10 @@ class EmbeddingImpl(ABC):
     def pack(self, weight: Any) -> Any:
         """Once after load: w [vocab, hidden] -> the kernel's own layout."""
 
+    def pack_named(self, name: str, weight: Callable[[], Any]) -> Any:
+        """See LinearImpl."""
+        return self.pack(weight())
+
     @abstractmethod
     def __call__(self, ids: torch.Tensor, packed: Any) -> torch.Tensor:
         """ids [T] int32 or int64, each within [0, vocab) -> [T, hidden] in the query's dtype."""
@@ -83,6 +93,10 @@ class ExpertsImpl(ABC):
         Tensors on the device; for a quantized scheme a sequence of E arrays of raw blocks [rows, bytes a row], each
         read from the file when it is asked for. An implementation may keep the tensors it is given.
         """
+
+    def pack_named(self, name: str, w13: Callable[[], Any], w2: Callable[[], Any]) -> Any:
+        """See LinearImpl."""
+        return self.pack(w13(), w2())
 
     @abstractmethod
     def __call__(

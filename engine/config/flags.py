@@ -178,6 +178,14 @@ _MODEL_FLAGS = (
         default="the hub's cache",
         example="--download-dir /models",
     ),
+    Flag(
+        "--packed-cache",
+        "model.packed_cache",
+        MODEL,
+        "CPU: keep packed weights on disk (as large as the model) for a faster next start; doctor says where.",
+        parse.boolean,
+        kind="switch",
+    ),
 )
 
 _DEVICE_FLAGS = (

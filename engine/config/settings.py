@@ -25,6 +25,7 @@ class ModelSettings(msgspec.Struct, frozen=True):
     max_model_len: int = 0  # tokens; 0 = the model's context, or what fits the memory
     offline: bool = False
     download_dir: str = ""
+    packed_cache: bool = False  # keep matrices as the kernels want them on disk, for the next start
     hf_overrides: dict[str, Any] = {}
     generation_defaults: bool = (
         True  # take temperature, top_p, ... defaults from generation_config.json

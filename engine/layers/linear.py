@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -96,10 +97,9 @@ class Linear(Layer):
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
         self._packed = [
-            op.pack(
-                stored_blocks(tensors, parts, self._in_features, self._cols)
-                if scheme
-                else self._read(tensors, parts, "weight"),
+            op.pack_named(
+                matrix_name(parts, self._cols),
+                partial(self._read_weight, tensors, parts, scheme),
                 self._read_bias(tensors, parts),
             )
             for scheme, parts, op in self._segments
@@ -107,6 +107,13 @@ class Linear(Layer):
 
     def held(self) -> Sequence[Any]:
         return self._packed
+
+    def _read_weight(
+        self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part], scheme: str
+    ) -> Any:
+        if scheme:
+            return stored_blocks(tensors, parts, self._in_features, self._cols)
+        return self._read(tensors, parts, "weight")
 
     def _read_bias(
         self, tensors: Mapping[str, TensorHandle], parts: Sequence[Part]
@@ -136,6 +143,12 @@ class Linear(Layer):
             )
             start = stop
         return merged
+
+
+def matrix_name(parts: Sequence[Part], cols: slice) -> str:
+    """What tells a packed matrix from all others of a model: its parts, the rows and the columns of them."""
+    rows = "+".join(f"{part.name}[{part.rows.start}:{part.rows.stop}]" for part in parts)
+    return f"{rows}[{cols.start}:{cols.stop}]"
 
 
 def stored_blocks(

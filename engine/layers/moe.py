@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.base import Layer, Weight, dtype_name, shard
-from headrace.engine.layers.linear import Linear, Part, stored_blocks
+from headrace.engine.layers.linear import Linear, Part, matrix_name, stored_blocks
 from headrace.engine.layers.mlp import GatedMLP
 from headrace.platforms.queries import ExpertsQuery, RouterQuery
 
@@ -84,9 +85,10 @@ class Experts(Layer):
         return [*self._gate_up.weights(), *self._down.weights()]
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
-        self._packed = self._op.pack(
-            self._gate_up.read(self._ctx, tensors, self._query.scheme),
-            self._down.read(self._ctx, tensors, self._query.down_scheme),
+        self._packed = self._op.pack_named(
+            matrix_name(self._gate_up.experts[0], self._gate_up.cols),
+            partial(self._gate_up.read, self._ctx, tensors, self._query.scheme),
+            partial(self._down.read, self._ctx, tensors, self._query.down_scheme),
         )
 
     def held(self) -> Sequence[Any]:

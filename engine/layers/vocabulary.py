@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.base import Layer, Weight, dtype_name
@@ -70,19 +71,21 @@ class Vocabulary(Layer):
         )
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
-        table = self._read(tensors[EMBED], self._table_scheme)
+        read_table = cache(partial(self._read, tensors[EMBED], self._table_scheme))
         own = tensors.get(HEAD)
         tied = own is None or (self._spec.tie_embeddings and self._equal(own, tensors[EMBED]))
-        self._table = self._lookup.pack(table)
+        share = f"[{self._start}:{self._start + self._rows}]"
+        self._table = self._lookup.pack_named(EMBED + share, read_table)
         shared = self._lookup.packing and self._lookup.packing == self._head.packing
         if tied and shared and self._table_scheme == self._head_scheme:
             self._matrix = self._table
         elif tied and self._table_scheme == self._head_scheme:
-            self._matrix = self._head.pack(table, None)
+            self._matrix = self._head.pack_named(HEAD + share, read_table, None)
         else:
-            del table
+            read_table.cache_clear()
             stored = tensors[EMBED] if tied or own is None else own
-            self._matrix = self._head.pack(self._read(stored, self._head_scheme), None)
+            read_head = partial(self._read, stored, self._head_scheme)
+            self._matrix = self._head.pack_named(HEAD + share, read_head, None)
 
     def _equal(self, one: TensorHandle, other: TensorHandle) -> bool:
         import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +20,7 @@ from headrace.engine.runner.profile import profile_decode
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
 from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
+from headrace.engine.weights.packed import identity, packed_file
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
@@ -98,14 +99,23 @@ class Worker:
             queries = (decision.query for decision in self._ops.report.decisions)
             refuse_without_kernel(config.model.quantization, queries, self._device.spec)
             sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
-            self._weight_bytes = model.load_weights(
-                source, lambda done, total, text: self._report("load", done, total, text)
-            )
+            with self._kept_packed():
+                self._weight_bytes = model.load_weights(
+                    source, lambda done, total, text: self._report("load", done, total, text)
+                )
         finally:
             source.close()
         self._model: Model = model
         self._runner = Runner(model, sample, self._runtime, self._collectives, limits)
         self._opened.callback(self._runner.close)
+
+    def _kept_packed(self) -> AbstractContextManager[None]:
+        setup, settings = self.setup, self.setup.config.model
+        if not settings.packed_cache or setup.files.kind == "dummy":
+            return nullcontext()
+        path = packed_file(setup.files, setup.rank, setup.world)
+        options = (self._dtype_name, settings.quantization, setup.rank, setup.world)
+        return self._runtime.packed_weights(path, f"{identity(setup.files)} {options}")
 
     def measure(self) -> dict[str, Any]:
         """What the largest step takes; WorkerInfo as plain data."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +81,19 @@ class NativeExperts(_SortedExperts):
             (self._gate_up.pack(w13[expert], None), self._down.pack(w2[expert], None))
             for expert in range(self.query.experts)
         ]
+
+    def pack_named(
+        self, name: str, w13: Callable[[], Any], w2: Callable[[], Any]
+    ) -> list[tuple[Panels, Panels]]:
+        gate_up, down = cache(w13), cache(w2)  # read when the first expert is missing
+
+        def one(expert: int) -> tuple[Panels, Panels]:
+            return (
+                self._gate_up.pack_named(f"{name} w13 {expert}", lambda: gate_up()[expert], None),
+                self._down.pack_named(f"{name} w2 {expert}", lambda: down()[expert], None),
+            )
+
+        return [one(expert) for expert in range(self.query.experts)]
 
     def expert(self, x: torch.Tensor, packed: Any, expert: int) -> torch.Tensor:
         gate_up, down = packed[expert]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 
 from headrace.platforms.cpu.builds import native_build
 from headrace.platforms.cpu.numa import Placement
+from headrace.platforms.cpu.packed_weights import PackedWeights
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
@@ -123,6 +125,7 @@ def _open(path: Path) -> ctypes.CDLL:
             (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
         ),
         "hr_read": (c_int64, (c_void_p, c_void_p, c_int64)),
+        "hr_checksum": (c_uint64, (c_void_p, c_void_p, c_int64)),
         "hr_linear_scratch": (c_int64, (c_int32, c_int32, c_int32)),
         "hr_attention_scratch": (c_int64, (c_void_p,)),
     }
@@ -187,6 +190,10 @@ class Slabs:
         self._used = 0
         self._lock = threading.Lock()  # weights are loaded by several threads
 
+    @property
+    def nodes(self) -> list[int]:
+        return self._placement.nodes
+
     def take(self, nbytes: int) -> np.ndarray:
         """uint8 [nbytes], 64-byte aligned, zeroed."""
         with self._lock:
@@ -244,6 +251,8 @@ class Kernels:
         if path is None:
             raise OSError("the native kernels were not built; see `headrace doctor`")
         self.library = _open(path)
+        self._build = path
+        self.store: PackedWeights | None = None  # while weights are loaded that are kept on disk
         self.isa = self.library.hr_isa().decode()
         self.threads = threads
         pool = self.library.hr_pool_new(threads)
@@ -300,6 +309,34 @@ class Kernels:
             self.library.hr_read(self.pool, memory.ctypes.data, memory.nbytes) for _ in range(3)
         )
         return memory.nbytes / max(min(passes), 1) * 1e9
+
+    def packed_weights(self, path: Path, identity: str) -> PackedWeights:
+        """What to set as `store` to take packed matrices from this file; good for this build alone."""
+        build = self._build.stat()
+        mine = f"{self.isa} {ABI_VERSION} {build.st_size} {build.st_mtime_ns}"
+        return PackedWeights(path, f"{mine} {identity}", self._checksum)
+
+    def _checksum(self, data: np.ndarray) -> int:
+        return int(self.library.hr_checksum(self.pool, data.ctypes.data, data.nbytes))
+
+    def kept(
+        self, name: str, scheme: str, rows: int, k: int, stored: Callable[[], np.ndarray]
+    ) -> torch.Tensor:
+        """`pack` of what `stored` reads, from the store if it has it."""
+        store = self.store
+        if store is None:
+            return self.pack(scheme, stored(), rows, k)
+        key = f"{name} {scheme} {rows}x{k}"
+        found = store.find(key, self.library.hr_packed_bytes(FORMATS[scheme], rows, k))
+        if found is None:
+            packed = self.pack(scheme, stored(), rows, k)
+            store.add(key, packed.numpy())
+            return packed
+        if len(self._weights.nodes) > 1:  # pages of the file lie where they were read first
+            memory = self._weights.take(found.nbytes)
+            memory[:] = found
+            found = memory
+        return torch.from_numpy(found)
 
     def pack(self, scheme: str, source: np.ndarray, rows: int, k: int) -> torch.Tensor:
         """source: uint8 [rows, bytes of a stored row] -> the library's panels, uint8, 64-byte aligned."""

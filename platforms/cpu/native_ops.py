@@ -5,6 +5,7 @@ Every call fills one C struct and makes one native call; during a capture the ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +161,11 @@ class NativeLinear(LinearImpl):
         data = self._kernels.pack(self._scheme, stored_rows(weight, self._scheme), rows, k)
         return Panels(data, self._scheme, rows, k, None if bias is None else bias.float())
 
+    def pack_named(self, name: str, weight: Callable[[], Any], bias: torch.Tensor | None) -> Panels:
+        rows, k, scheme = self.query.out_features, self.query.in_features, self._scheme
+        data = self._kernels.kept(name, scheme, rows, k, lambda: stored_rows(weight(), scheme))
+        return Panels(data, scheme, rows, k, None if bias is None else bias.float())
+
     def empty(self, rows: int, features: int) -> torch.Tensor:
         return self._kernels.empty((rows, features), self._out)
 
@@ -203,6 +209,11 @@ class NativeEmbedding(EmbeddingImpl):
         rows, k = self.query.vocab, self.query.hidden
         data = self._kernels.pack(self._scheme, stored_rows(weight, self._scheme), rows, k)
         return Panels(data, self._scheme, rows, k)
+
+    def pack_named(self, name: str, weight: Callable[[], Any]) -> Panels:
+        rows, k, scheme = self.query.vocab, self.query.hidden, self._scheme
+        data = self._kernels.kept(name, scheme, rows, k, lambda: stored_rows(weight(), scheme))
+        return Panels(data, scheme, rows, k)
 
     def __call__(self, ids: torch.Tensor, packed: Panels) -> torch.Tensor:
         kernels = self._kernels

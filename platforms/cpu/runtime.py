@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,20 @@ class CpuRuntime(DeviceRuntime):
 
     def read_bandwidth(self) -> float:
         return self.kernels().read_bandwidth() if FEATURE in self.info.features else 0.0
+
+    @contextmanager
+    def packed_weights(self, path: Path, identity: str) -> Iterator[None]:
+        if FEATURE not in self.info.features:
+            raise ValueError(
+                "without the native kernels nothing is packed; leave --packed-cache out (see `headrace doctor`)"
+            )
+        kernels = self.kernels()
+        kernels.store = store = kernels.packed_weights(path, identity)
+        try:
+            yield
+            store.save()
+        finally:
+            kernels.store = None
 
     def allocator(self) -> DeviceAllocator:
         return self._allocator

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 5
+#define HR_ABI_VERSION 6
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2, HR_I8 = 3 };
 
@@ -153,6 +153,8 @@ int32_t hr_pack(hr_pool*, int32_t format, const void* source, int64_t source_row
                 int64_t k, int64_t first_row);
 /* Reads `bytes` at `data` once with all threads: nanoseconds. */
 int64_t hr_read(hr_pool*, const void* data, int64_t bytes);
+/* A 64-bit sum of the bytes at `data`, read with all threads: tells damaged data from whole. */
+uint64_t hr_checksum(hr_pool*, const void* data, int64_t bytes);
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k);
 int64_t hr_attention_scratch(const struct hr_attention*);
 #pragma GCC visibility pop

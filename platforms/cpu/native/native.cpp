@@ -154,6 +154,38 @@ void run_read(const void* p, int chunk, int chunks, Scratch&) {
   if (all == 1.0f) job.sink = all;
 }
 
+struct ChecksumJob {
+  const uint8_t* data;
+  int64_t bytes;
+  mutable std::atomic<uint64_t> sum;
+};
+
+inline uint64_t mixed(uint64_t v) {
+  v = (v ^ (v >> 32)) * 0x9fb21c651e98df25ull;
+  return v ^ (v >> 29);
+}
+
+// Pieces are summed each for itself, with their numbers: so it does not matter which thread takes which.
+void run_checksum(const void* p, int chunk, int chunks, Scratch&) {
+  const ChecksumJob& job = *static_cast<const ChecksumJob*>(p);
+  constexpr int64_t kPiece = 1 << 16;
+  const int64_t pieces = (job.bytes + kPiece - 1) / kPiece;
+  uint64_t total = 0;
+  for (int64_t i = pieces * chunk / chunks; i < pieces * (chunk + 1) / chunks; ++i) {
+    const int64_t end = std::min((i + 1) * kPiece, job.bytes);
+    uint64_t lanes[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    for (int64_t at = i * kPiece; at < end; at += 64) {
+      uint64_t words[8] = {};
+      std::memcpy(words, job.data + at, size_t(std::min<int64_t>(64, end - at)));
+      for (int j = 0; j < 8; ++j) lanes[j] = (lanes[j] ^ words[j]) * 0x9e3779b97f4a7c15ull;
+    }
+    uint64_t piece = mixed(uint64_t(i) + 1);
+    for (const uint64_t lane : lanes) piece = mixed(piece ^ lane) + piece;
+    total += piece;
+  }
+  job.sum.fetch_add(total, std::memory_order_relaxed);
+}
+
 }  // namespace hr
 
 struct hr_pool {
@@ -258,6 +290,13 @@ int64_t hr_read(hr_pool* p, const void* data, int64_t bytes) {
   int64_t nanoseconds = 0;
   p->pool.run(&step, 1, &nanoseconds);
   return nanoseconds;
+}
+
+uint64_t hr_checksum(hr_pool* p, const void* data, int64_t bytes) {
+  hr::ChecksumJob job{static_cast<const uint8_t*>(data), bytes, {0}};
+  hr::Step step{hr::run_checksum, &job, hr::clamp_chunks(std::min<int64_t>(bytes >> 16, p->pool.threads() * 8))};
+  p->pool.run(&step, 1);
+  return job.sum.load() ^ hr::mixed(uint64_t(bytes));
 }
 
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k) {
