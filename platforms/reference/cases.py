@@ -62,7 +62,11 @@ def _case(
 def linear(query: LinearQuery, device: torch.device, seed: int) -> list[Case]:
     def body(op: Any, draw: _Draw, tokens: int) -> Tensors:
         size = query.in_features
-        weight = draw.normal(query.out_features, size, dtype=query.dtype, scale=size**-0.5)
+        if query.scheme == "Q4_0":
+            weight, rows = _q4_0(draw, query)
+            weight = rows if op.query.scheme else weight
+        else:
+            weight = draw.normal(query.out_features, size, dtype=query.dtype, scale=size**-0.5)
         bias = draw.normal(query.out_features, dtype=query.dtype) if query.bias else None
         x = draw.normal(tokens, size, dtype=query.dtype)
         return (op(x, op.pack(weight, bias)),)
@@ -71,6 +75,19 @@ def linear(query: LinearQuery, device: torch.device, seed: int) -> list[Case]:
         _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
         for n in TOKENS
     ]
+
+
+def _q4_0(draw: _Draw, query: LinearQuery) -> Tensors:
+    """Weights that the scheme holds exactly, as they are and as GGUF stores them: for each 32 numbers a float16 scale,
+    then bytes with the first 16 numbers in the low halves and the others in the high ones, 8 added to each."""
+    rows, size = query.out_features, query.in_features
+    numbers = draw.integers(16, rows, size // 32, 32).cpu()
+    scale = 2.0 ** -round(np.log2(4 * size**0.5))
+    scales = torch.full((rows, size // 32, 1), scale, dtype=torch.float16)
+    halves = (numbers[..., :16] | numbers[..., 16:] << 4).to(torch.uint8)
+    stored = torch.cat((scales.view(torch.uint8), halves), -1).flatten(1)
+    plain = ((numbers - 8) * scale).flatten(1).to(draw.device, getattr(torch, query.dtype))
+    return plain, stored
 
 
 def embedding(query: EmbeddingQuery, device: torch.device, seed: int) -> list[Case]:

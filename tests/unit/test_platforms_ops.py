@@ -124,7 +124,7 @@ def test_quantized_weights_have_no_plain_implementation(runtime):
     # and an unverified kernel for them cannot be tested against nothing
     ops = make(runtime, row("NarrowLinear", "linear"))
     with pytest.raises(SelectionError, match="there is no truth"):
-        ops.bind("linear", LinearQuery(32, 32, "float32", scheme="Q4_0"))
+        ops.bind("linear", LinearQuery(256, 32, "float32", scheme="Q4_K"))
 
 
 def test_policy_reaches_the_selector(runtime):

@@ -4,6 +4,8 @@ kernels for GPUs check and compute. The real package's kernels for CPUs: prove.p
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ from headrace.platforms.queries import (
     RotaryQuery,
 )
 from headrace.platforms.reference.compare import compare
-from headrace.platforms.registry import Registry
+from headrace.platforms.registry import Registry, SelectionError, select
 from headrace.platforms.xpu.platform import XpuPlatform
 from tests.platforms.xpu import extension
 
@@ -129,3 +131,28 @@ def test_the_extension_is_asked_for_its_own_release_of_torch():
         "intel-extension-for-pytorch": ">=2.8,<2.9",
         "torch": "==2.8.*",
     }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_blocks_pass_the_self_test_of_a_start(make, dtype, monkeypatch):
+    """The reference has no block types: it is given the same weights plain. A wrong order of bytes does not pass."""
+    from headrace.platforms.ops import Ops
+
+    registry = Registry.with_reference(XpuPlatform().implementations())
+    versions = {"torch": "2.8.0+xpu", "intel-extension-for-pytorch": "2.8.10+xpu"}
+    monkeypatch.setattr("headrace.platforms.ops.select", partial(select, versions=versions.get))
+    runtime = SimpleNamespace(device=DEVICE)
+    query = LinearQuery(4096, 256, dtype, scheme="Q4_0")
+    ops = Ops(registry, XpuPlatform.describe("bmg"), runtime)
+    ops.bind("linear", query)
+    (decision,) = ops.report.decisions
+    assert decision.chosen == "ipex"
+    row = next(row for row in decision.candidates if row.name == "ipex")
+    assert "self-test passed" in row.reasons[-1]
+    ipex_ops = importlib.import_module("headrace.platforms.xpu.ipex_ops")
+    right = ipex_ops.unpack_q4_0
+    monkeypatch.setattr(
+        ipex_ops, "unpack_q4_0", lambda rows: (right(rows)[0].flip(1), right(rows)[1])
+    )
+    with pytest.raises(SelectionError, match="self-test failed"):
+        Ops(registry, XpuPlatform.describe("bmg"), runtime).bind("linear", query)
