@@ -1,6 +1,7 @@
 """Runs the README's set-up commands as they are printed, so that they stay true.
 
-`serve`: the first command; waits for the server, asks it a question, stops it. `test`: the second command.
+`serve`: the first command; waits for the server, asks it a question, stops it. `test`: the second command; what
+follows `test` is appended to it.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ def main() -> None:
     first, second = commands()
     if sys.argv[1:] == ["serve"]:
         serve(first)
-    elif sys.argv[1:] == ["test"]:
+    elif sys.argv[1:2] == ["test"]:
+        second = " ".join([second, *sys.argv[2:]])
         print(second, flush=True)
         sys.exit(subprocess.run(["bash", "-euc", second], check=False).returncode)
     else:
-        sys.exit("usage: readme.py serve|test")
+        sys.exit("usage: readme.py serve | test [PYTEST FLAG...]")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ FROM ${BASE} AS builder
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
+    && apt-get install -y --no-install-recommends g++ python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY docker/install.sh constraints.txt ./

@@ -56,9 +56,8 @@ def call(*command: str | Path, quiet: bool = False) -> str:
     words = [str(word) for word in command]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     if result.returncode:
-        sys.exit(
-            f"{' '.join(words)}\n{result.stdout}{result.stderr}\nended with {result.returncode}"
-        )
+        said = (result.stdout + result.stderr)[-4000:]
+        sys.exit(f"{' '.join(words)}\n{said}\nended with {result.returncode}")
     if not quiet and (text := (result.stdout + result.stderr).strip()):
         print(text)
     return result.stdout
@@ -114,6 +113,8 @@ class Buildah:
             )
             for word in value.split():
                 path = Path(word.removeprefix("file://"))
+                if path.name == "simple":  # an index refers to the files beside it
+                    path = path.parent
                 if (
                     path.is_absolute()
                     and path.exists()
@@ -144,6 +145,8 @@ class Buildah:
         shutil.rmtree(tree / "var/lib/apt/lists")
         for archive in (tree / "var/cache/apt/archives").glob("*.deb"):
             archive.unlink()
+        # as in the images of Debian: no waiting for the disk after each file of a package
+        (tree / "etc/dpkg/dpkg.cfg.d/unsafe-io").write_text("force-unsafe-io\n")
         container = self("from", "scratch").strip()
         self("add", "--quiet", container, tree, "/")
         self("commit", "--quiet", container, BASE)

