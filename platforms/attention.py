@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace.platforms.batch import BatchView
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import GraphSupport
 from headrace.platforms.kv_layout import KVFormat
-from headrace.platforms.queries import AttentionQuery
+from headrace.platforms.queries import AttentionQuery, RotaryQuery
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(slots=True)
+class Turn:
+    """What heads go through before attention: an RMS norm of each q and k head where the model has one, then rotary
+    embedding. Conventions: the ops "rms_norm" and "rotary_embedding"."""
+
+    positions: torch.Tensor  # [T] int64
+    cos_sin: torch.Tensor  # [L, R] float32
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of q and of k, [D] float32
+    eps: float = 0.0
 
 
 class PagedAttention(ABC):
@@ -53,6 +65,26 @@ class PagedAttention(ABC):
         int8 caches are [P, Hkv, S, D + 4] (kv_layout.SCALE_BYTES): round(x / scale) to even with scale = max|x| / 127
         of the row, then the scale. A row with a number that is not finite gets the scale NaN.
         """
+
+    def turns(self, rotary: RotaryQuery) -> bool:
+        """Whether `turn_and_write` serves this rotary embedding. Layers then call it instead of the parts."""
+        return False
+
+    def turn_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        turn: Turn,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        plan: Any,
+    ) -> torch.Tensor:
+        """Norm, rotary embedding and `write` in one pass: the queries [T, Hq, D] to attend with.
+
+        q, k, v as views of one projection; any of them may be changed in place. Equal to the parts one after the
+        other, each of which rounds to q's dtype.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def attend(

@@ -19,6 +19,8 @@ class LinearImpl(ABC):
     # Implementations of "linear" and "embedding" with equal names here make equal packed weights of equal matrices,
     # so a table that serves as both is packed once.
     packing: ClassVar[str] = ""
+    # Up to so many rows of x `gated` is faster than the linear and the activation one after the other; 0 = never.
+    gated_rows: ClassVar[int] = 0
 
     def __init__(self, query: LinearQuery, runtime: DeviceRuntime) -> None:
         self.query = query
@@ -43,6 +45,13 @@ class LinearImpl(ABC):
     ) -> torch.Tensor:
         """x [T, in] -> [T, out] in the query's out_dtype (or dtype); into `out`, a view with unit column stride, if
         given."""
+
+    def gated(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
+        """act(y[:, :out / 2]) * y[:, out / 2:] of y = self(x, packed), [T, out / 2]; y itself need not be rounded.
+
+        `activation`: "silu" | "gelu_tanh" | "gelu". For T up to `gated_rows`.
+        """
+        raise NotImplementedError
 
     def empty(self, rows: int, features: int) -> torch.Tensor:
         """Memory for the results of several linears side by side."""

@@ -54,6 +54,9 @@ class Attention(Layer):
             softcap=spec.attention_softcap,
         )
         self.impl = ctx.ops.bind("paged_attention", query)
+        # norms, rotary and write in one pass, where the attention has that (nothing is bound in a recorder)
+        self._turns = self.impl is not None and self.impl.turns(rotary.query)
+        self._eps = spec.norm_eps
         self.out = RowParallelLinear(
             ctx, f"{name}.o_proj", spec.heads * size, spec.hidden, spec.output_bias
         )
@@ -70,12 +73,20 @@ class Attention(Layer):
         self, positions: torch.Tensor, x: torch.Tensor, plans: Sequence[Any]
     ) -> torch.Tensor:
         q, k, v = self.qkv(x).view(x.shape[0], -1, self._size).split(self._heads, dim=1)
+        plan, caches = plans[self._plan], (self._k_cache, self._v_cache)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        self.rotary(positions, q, k)
-        plan = plans[self._plan]
-        self.impl.write(k, v, self._k_cache, self._v_cache, plan)
-        attended = self.impl.attend(q, self._k_cache, self._v_cache, plan)
+            norms = (self.q_norm, self.k_norm)
+        if self._turns:
+            weights = norms and (norms[0].weight, norms[1].weight)
+            turn = self.rotary.turn(positions, weights, self._eps)
+            q = self.impl.turn_and_write(q, k, v, turn, caches, plan)
+        else:
+            if norms:
+                q, k = norms[0](q), norms[1](k)
+            self.rotary(positions, q, k)
+            self.impl.write(k, v, *caches, plan)
+        attended = self.impl.attend(q, *caches, plan)
         return self.out(attended.flatten(1))
 
 

@@ -36,11 +36,19 @@ class GatedMLP(Layer):
         self.gate_up = gate_up_linear(ctx, name, spec.hidden, size, spec.mlp_bias)
         query = ActivationQuery(size // ctx.world, dtype_name(ctx.dtype))
         self._act = ctx.ops.bind(_GATED[spec.activation], query)
+        self._activation = spec.activation
+        self._gated_rows = self.gate_up.gated_rows
         self.down = RowParallelLinear(ctx, f"{name}.down_proj", size, spec.hidden, spec.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._act(self.gate_up(x)))
+        return self.down(self._inner(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's term of the sum over ranks."""
-        return self.down.partial(self._act(self.gate_up(x)))
+        return self.down.partial(self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= self._gated_rows:
+            return self.gate_up.gated(x, self._activation)
+        inner: torch.Tensor = self._act(self.gate_up(x))
+        return inner

@@ -32,6 +32,11 @@ class RMSNorm(Layer):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self._weight, self._eps)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[hidden] float32, the offset folded in. After load."""
+        return self._weight
+
     def weights(self) -> Sequence[Weight]:
         return (Weight(self._name, (self._hidden,)),)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.layers.base import Layer, dtype_name
 from headrace.engine.models.spec import RopeSpec
 from headrace.engine.weights.source import ModelError
+from headrace.platforms.attention import Turn
 from headrace.platforms.queries import RotaryQuery
 
 if TYPE_CHECKING:
@@ -38,12 +39,18 @@ class Rotary(Layer):
         self._device = ctx.device
         self._table: Any = None
         _scaling(rope)  # an unknown kind is refused before anything is loaded
-        query = RotaryQuery(head_dim, self._dim, dtype_name(ctx.dtype))
-        self._rotate = ctx.ops.bind("rotary_embedding", query)
+        self.query = RotaryQuery(head_dim, self._dim, dtype_name(ctx.dtype))
+        self._rotate = ctx.ops.bind("rotary_embedding", self.query)
 
     def __call__(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
         """positions [T]; q [T, Hq, D] and k [T, Hkv, D] are changed in place."""
         self._rotate(positions, q, k, self._table, True)
+
+    def turn(
+        self, positions: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float
+    ) -> Turn:
+        """The same for PagedAttention.turn_and_write, behind the norms of q and k."""
+        return Turn(positions, self._table, norms, eps)
 
     def load(self, tensors: Mapping[str, TensorHandle]) -> None:
         table = cos_sin_table(self._rope, self._dim, self._length)

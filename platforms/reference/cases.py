@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.platforms.attention import PagedAttention
+from headrace.platforms.attention import PagedAttention, Turn
 from headrace.platforms.batch import BatchView
 from headrace.platforms.kv_layout import SCALE_BYTES
 from headrace.platforms.ops import Case
@@ -28,6 +28,7 @@ from headrace.platforms.queries import (
     RouterQuery,
     SampleQuery,
 )
+from headrace.platforms.reference import ops
 from headrace.platforms.reference.int8_rows import dequantize
 
 Tensors = tuple[torch.Tensor, ...]
@@ -69,7 +70,12 @@ def linear(query: LinearQuery, device: torch.device, seed: int) -> list[Case]:
             weight = draw.normal(query.out_features, size, dtype=query.dtype, scale=size**-0.5)
         bias = draw.normal(query.out_features, dtype=query.dtype) if query.bias else None
         x = draw.normal(tokens, size, dtype=query.dtype)
-        return (op(x, op.pack(weight, bias)),)
+        packed = op.pack(weight, bias)
+        y = op(x, packed)
+        if query.out_features % 2:
+            return (y,)
+        fused = tokens <= op.gated_rows
+        return y, op.gated(x, packed, "silu") if fused else ops.silu_and_mul(y)
 
     return [
         _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
@@ -362,6 +368,38 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
     return result[: batch.num_tokens], *stored
 
 
+def run_turn(op: PagedAttention, draw: _Draw, requests: Requests, norm: bool) -> Tensors:
+    """turn_and_write, or where there is none its parts: the queries, and what was written."""
+    query, device = op.query, draw.device
+    size = block_sizes(op)[0]
+    table = scattered_blocks(requests, size, draw.seed)
+    batch = make_batch(requests, table, size, device)
+    caches = make_caches(op, size, 1 + int(table.max()), device)
+    tokens, heads, width = len(batch.slot_mappings[0]), query.q_heads, query.head_dim
+    # one buffer, as a fused projection gives it: all three are strided views
+    rows = draw.normal(tokens, heads + 2 * query.kv_heads, width, dtype=query.dtype, scale=2.0)
+    q, k, v = rows.split((heads, query.kv_heads, query.kv_heads), dim=1)
+    v = v[..., : query.v_head_dim]
+    angles = draw.normal(64, width // 2, scale=3.0)
+    turn = Turn(draw.integers(64, tokens), torch.cat([angles.cos(), angles.sin()], dim=-1))
+    if norm:
+        turn.norms, turn.eps = (draw.normal(width), draw.normal(width)), 1e-6
+    plan = op.plan(batch, 0)
+    if op.turns(RotaryQuery(width, width, query.dtype)):
+        q = op.turn_and_write(q, k, v, turn, caches, plan)
+    else:
+        if turn.norms:
+            q, k = (ops.rms_norm(x, w, turn.eps) for x, w in zip((q, k), turn.norms, strict=True))
+        ops.rotary_embedding(turn.positions, q, k, turn.cos_sin, True)
+        op.write(k, v, *caches, plan)
+    slots = batch.slot_mappings[0]
+    slots = slots[slots >= 0]
+    stored = [plain[slots // size, :, slots % size] for plain in op.canonical(*caches)]
+    if query.kv_dtype == "int8":
+        stored = [dequantize(plain) for plain in stored]
+    return q[: batch.num_tokens], *stored
+
+
 ATTENTION_BATCHES: dict[str, Requests] = {
     "one decode": Requests(((37, 1),)),
     "first token": Requests(((1, 1),)),
@@ -379,7 +417,18 @@ def paged_attention(query: AttentionQuery, device: torch.device, seed: int) -> l
         sizes = block_sizes(op)
         return run_attention(op, draw, requests, sizes[min(index, len(sizes) - 1)])
 
-    return [
+    turned = [
+        _case(
+            f"turn and write, {name}{', with norms' if norm else ''}",
+            lambda op, draw, name=name, norm=norm: run_turn(  # type: ignore[misc]
+                op, draw, ATTENTION_BATCHES[name], norm
+            ),
+            device,
+            seed,
+        )
+        for name, norm in (("decode, chunk and prompt", False), ("padded", True))
+    ]
+    return turned + [
         _case(
             f"{name}, block size #{i}",
             lambda op, draw, r=requests, i=i: body(op, draw, r, i),  # type: ignore[misc]

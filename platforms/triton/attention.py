@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.platforms.attention import PagedAttention
+from headrace.platforms.attention import PagedAttention, Turn
 from headrace.platforms.batch import BatchView
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import GraphSupport
 from headrace.platforms.kv_layout import CANONICAL, KVFormat
-from headrace.platforms.queries import AttentionQuery
+from headrace.platforms.queries import AttentionQuery, RotaryQuery
 from headrace.platforms.triton.attention_kernels import (
     combine_kernel,
     decode_kernel,
     prefill_kernel,
+    turn_write_kernel,
     write_kernel,
 )
 from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
@@ -26,6 +27,8 @@ from headrace.platforms.triton.launch import Launcher, Launchers, launch_options
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
 PROGRAMS_A_UNIT = 4
 MOST_SPLITS = 64
+# Numbers of partial results that a warp combines at a time: 64 a thread.
+COMBINED = 2048
 # A part shorter than this costs more to start and combine than it saves.
 KEYS_A_SPLIT = 64
 
@@ -70,8 +73,24 @@ def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, A
         "BLOCK_N": keys,
         "num_warps": warps,
         "num_stages": stages,
+        "LAST": True,  # the last program combines, not a kernel of its own
     }
-    return launch_options("decode", query, runtime, options, dependent=True)
+    chosen = launch_options("decode", query, runtime, options, dependent=True)
+    return chosen | _combined_at_once(query, chosen["num_warps"])
+
+
+def combine_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    chosen = launch_options("combine", query, runtime, {"num_warps": 4}, dependent=True)
+    shape = {"GROUP": query.q_heads // query.kv_heads, "DV": query.v_head_dim}
+    shape["DV_PAD"] = power_of_two(query.v_head_dim, 16)
+    return chosen | shape | _combined_at_once(query, chosen["num_warps"])
+
+
+def _combined_at_once(query: AttentionQuery, warps: int) -> dict[str, int]:
+    """Heads and parts: all heads of a group if that leaves 8 parts."""
+    rows = COMBINED * warps // power_of_two(query.v_head_dim, 16)
+    heads = min(power_of_two(query.q_heads // query.kv_heads), max(1, rows // 8))
+    return {"HEADS": heads, "PARTS": min(MOST_SPLITS, max(1, rows // heads))}
 
 
 def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -90,17 +109,21 @@ def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, 
     return launch_options("prefill", query, runtime, options)
 
 
-def combine_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
-    shape = {"DV": query.v_head_dim, "DV_PAD": power_of_two(query.v_head_dim, 16)}
-    options = {**shape, "S_PAD": MOST_SPLITS, "num_warps": 4}
-    return launch_options("combine", query, runtime, options, dependent=True)
-
-
 def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     heads, size, wide = query.kv_heads, query.head_dim, query.v_head_dim
     options = {"HEADS": heads, "D": size, "DV": wide, "H_PAD": power_of_two(heads), "num_warps": 4}
     options |= {"D_PAD": power_of_two(size, 16), "DV_PAD": power_of_two(wide, 16)}
     return launch_options("write", query, runtime, options, dependent=True)
+
+
+def turn_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+    half = query.head_dim // 2
+    heads = query.q_heads + 2 * query.kv_heads
+    # about 512 pairs for each program
+    options = {"HEADS": min(power_of_two(heads), max(1, 512 // power_of_two(half)))}
+    chosen = launch_options("turn_write", query, runtime, options | {"num_warps": 4}, True)
+    shape = {"Q_HEADS": query.q_heads, "KV_HEADS": query.kv_heads}
+    return {**chosen, **shape, "HALF": half, "WIDTH": power_of_two(half)}
 
 
 class TritonAttention(PagedAttention):
@@ -109,6 +132,9 @@ class TritonAttention(PagedAttention):
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
         self._write = Launchers(write_kernel, write_options(query, runtime))
+        options = turn_options(query, runtime)
+        self._turn = Launchers(turn_write_kernel, options)
+        self._turn_blocks = -(-(query.q_heads + 2 * query.kv_heads) // options["HEADS"])
         self._decode = Launchers(decode_kernel, decode_options(query, runtime))
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
         self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
@@ -116,6 +142,9 @@ class TritonAttention(PagedAttention):
         self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         self._no_sinks = torch.zeros(1, device=runtime.device)
+        # Programs that ended, for each request and KV head; 0 between launches. Sequences are divided only while
+        # there are fewer of them than programs. One stream at a time may run this instance.
+        self._done = torch.zeros(self._programs, dtype=torch.int32, device=runtime.device)
 
     @classmethod
     def kv_formats(cls, query: AttentionQuery) -> Sequence[KVFormat]:
@@ -183,6 +212,31 @@ class TritonAttention(PagedAttention):
             *k_cache.stride()[:3], *v_cache.stride()[:3],
         )  # fmt: skip
 
+    def turns(self, rotary: RotaryQuery) -> bool:
+        query = self.query
+        whole = rotary.head_dim == rotary.rotary_dim == query.head_dim == query.v_head_dim
+        return whole and rotary.is_neox and rotary.dtype == query.dtype
+
+    def turn_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        turn: Turn,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        plan: Plan,
+    ) -> torch.Tensor:
+        if q.shape[0]:
+            # without norms something must stand in for them
+            norms = turn.norms or (turn.cos_sin, turn.cos_sin)
+            self._turn(SIZE=plan.block_size, NORM=turn.norms is not None)(
+                (q.shape[0], self._turn_blocks, 1),
+                q, k, v, turn.positions, turn.cos_sin, *norms, *caches, plan.slots,
+                q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                *caches[0].stride()[:3], *caches[1].stride()[:3], turn.eps,
+            )  # fmt: skip
+        return q
+
     def attend(
         self,
         q: torch.Tensor,
@@ -233,9 +287,9 @@ class TritonAttention(PagedAttention):
             lse = torch.empty(parts, dtype=torch.float32, device=q.device)
         grid = (splits, query.kv_heads, plan.decodes)
         self._decode(SIZE=plan.block_size)(
-            grid, out, partial, lse, q, *caches, plan.seq_lens, plan.table, sinks,
+            grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,
         )  # fmt: skip
-        if splits > 1:
-            grid = (plan.decodes, query.q_heads, 1)
+        if splits > 1 and not self._decode.options["LAST"]:
+            grid = (plan.decodes, query.kv_heads, 1)
             self._combine(grid, out, partial, lse, splits, out.stride(0), out.stride(1))

@@ -44,6 +44,57 @@ def write_kernel(
         tl.store(place, value.to(v_cache.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def turn_write_kernel(
+    q, k, v, positions, cos_sin, q_norm, k_norm, k_cache, v_cache, slots,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    k_block, k_run, k_slot, v_block, v_run, v_slot, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one token, those of q first, then of k, then of v: q's are turned in place, k's are turned into
+    their slot, v's are copied into theirs. Slot -1 is skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    at = tl.arange(0, WIDTH)
+    inside = at < HALF
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    of_q = head < Q_HEADS
+    of_v = head >= Q_HEADS + KV_HEADS
+    run = head - tl.where(of_v, Q_HEADS + KV_HEADS, Q_HEADS)
+    row = tl.where(of_v, v + token * v_token + run * v_head, k + token * k_token + run * k_head)
+    row = tl.where(of_q, q + token * q_token + head * q_head, row)[:, None]
+    live = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
+    angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+    cos = tl.load(angles + at, mask=inside, other=0.0)[None, :]
+    sin = tl.load(angles + HALF + at, mask=inside, other=0.0)[None, :]
+    let_next_start(PDL)
+    after_previous(PDL)
+    a = tl.load(row + at[None, :], mask=live, other=0.0).to(tl.float32)
+    b = tl.load(row + HALF + at[None, :], mask=live, other=0.0).to(tl.float32)
+    if NORM:
+        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        norm = tl.where(of_q, q_norm, k_norm)[:, None] + at[None, :]
+        first = a * inverse * tl.load(norm, mask=live, other=0.0)
+        second = b * inverse * tl.load(norm + HALF, mask=live, other=0.0)
+        a = tl.where(of_v[:, None], a, first.to(q.dtype.element_ty).to(tl.float32))
+        b = tl.where(of_v[:, None], b, second.to(q.dtype.element_ty).to(tl.float32))
+    first = tl.where(of_v[:, None], a, a * cos - b * sin).to(q.dtype.element_ty)
+    second = tl.where(of_v[:, None], b, b * cos + a * sin).to(q.dtype.element_ty)
+    tl.store(row + at[None, :], first, mask=live & of_q[:, None])
+    tl.store(row + HALF + at[None, :], second, mask=live & of_q[:, None])
+    if slot >= 0:
+        block, offset = slot // SIZE, slot % SIZE
+        keys, values = live & ~(of_q | of_v)[:, None], live & of_v[:, None]
+        place = k_cache + block * k_block + offset * k_slot + (run * k_run)[:, None] + at[None, :]
+        tl.store(place, first.to(k_cache.dtype.element_ty), mask=keys)
+        tl.store(place + HALF, second.to(k_cache.dtype.element_ty), mask=keys)
+        place = v_cache + block * v_block + offset * v_slot + (run * v_run)[:, None] + at[None, :]
+        tl.store(place, first.to(v_cache.dtype.element_ty), mask=values)
+        tl.store(place + HALF, second.to(v_cache.dtype.element_ty), mask=values)
+
+
 @triton.jit
 def fold(
     q, top, total, acc, n, end, low, high, blocks, k_head, v_head,
@@ -145,20 +196,60 @@ def prefill_kernel(
     )
 
 
+@triton.jit
+def combine(
+    out, partial, lse, request, head, splits, o_token, o_head,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    """out for the GROUP query heads of a KV head: their parts, weighted by their sums; HEADS x PARTS at a time.
+
+    Loads go past the unit's own cache: other units wrote the parts while this one ran.
+    """
+    at = tl.arange(0, DV_PAD)
+    order = tl.arange(0, PARTS)
+    for member in range(0, GROUP, HEADS):
+        mine = member + tl.arange(0, HEADS)
+        one = head * GROUP + mine
+        row = (request * tl.num_programs(1) * GROUP + one) * splits
+        top = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, DV_PAD], tl.float32)
+        for first in range(0, splits, PARTS):
+            live = (mine < GROUP)[:, None] & (first + order < splits)[None, :]
+            part = row[:, None] + first + order[None, :]
+            logs = tl.load(lse + part, mask=live, other=float("-inf"), cache_modifier=".cg")
+            place = partial + part[:, :, None] * DV + at[None, None, :]
+            mask = live[:, :, None] & (at < DV)[None, None, :]
+            values = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, tl.max(logs, axis=1))
+            finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # no head at all
+            weights = tl.exp2(logs - finite[:, None])
+            decay = tl.exp2(top - finite)
+            acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=1)
+            total = total * decay + tl.sum(weights, axis=1)
+            top = new_top
+        place = out + request * o_token + one[:, None] * o_head + at[None, :]
+        result = (acc / tl.where(total == 0, 1.0, total)[:, None]).to(out.dtype.element_ty)
+        tl.store(place, result, mask=(mine < GROUP)[:, None] & (at < DV)[None, :])
+
+
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def decode_kernel(
-    out, partial, lse, q, k_cache, v_cache, seq_lens, table, sinks,
+    out, partial, lse, done, q, k_cache, v_cache, seq_lens, table, sinks,
     o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
     table_stride, splits, scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, LAST: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Request b, one query token: a program for each of `splits` parts of its keys.
 
     With one part the result goes to `out`; else normalised results go to partial [B, Hq, splits, DV] and the
-    logarithms (to base 2) of their sums to lse [B, Hq, splits].
+    logarithms (to base 2) of their sums to lse [B, Hq, splits]. With LAST the program that ends last for a request
+    and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -207,23 +298,27 @@ def decode_kernel(
         tl.store(partial + part[:, None] * DV + at[None, :], acc, mask=inside)
         logs = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(lse + part, logs, mask=live)
+        if LAST:
+            count = done + request * tl.num_programs(1) + head
+            tl.debug_barrier()  # what all threads of the program stored comes before the count
+            if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
+                tl.store(count, 0)
+                combine(
+                    out, partial, lse, request, head, splits, o_token, o_head,
+                    GROUP, HEADS, PARTS, DV, DV_PAD,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    out, partial, lse, splits, o_token, o_head, DV: tl.constexpr,
-    S_PAD: tl.constexpr, DV_PAD: tl.constexpr, PDL: tl.constexpr,
+    out, partial, lse, splits, o_token, o_head, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query head of one request, weighted by their sums."""
+    """Where decode_kernel leaves that: the parts of one request and KV head."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     let_next_start(PDL)
     after_previous(PDL)
-    part = (request * tl.num_programs(1) + head) * splits + tl.arange(0, S_PAD)
-    logs = tl.load(lse + part, mask=tl.arange(0, S_PAD) < splits, other=float("-inf"))
-    weights = tl.exp2(logs - tl.max(logs, axis=0))
-    at = tl.arange(0, DV_PAD)
-    mask = (weights > 0)[:, None] & (at < DV)[None, :]
-    values = tl.load(partial + part[:, None] * DV + at[None, :], mask=mask, other=0.0)
-    result = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    place = out + request * o_token + head * o_head
-    tl.store(place + at, result.to(out.dtype.element_ty), mask=at < DV)
+    combine(
+        out, partial, lse, request, head, splits, o_token, o_head,
+        GROUP, HEADS, PARTS, DV, DV_PAD,
+    )  # fmt: skip

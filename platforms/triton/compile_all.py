@@ -95,7 +95,7 @@ def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
     names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
     caches = dict.fromkeys(("out", "q", "k_cache", "v_cache"), short)
-    integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table"), "i32")
+    integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
     pointers = {**caches, **integers, "sinks": "fp32", "partial": "fp32", "lse": "fp32"}
     for q_heads, kv_heads, size, options in ATTENTION:
         query = AttentionQuery(q_heads, kv_heads, size, size, dtype, dtype, size**-0.5, **options)
@@ -113,6 +113,14 @@ def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
         integers = dict.fromkeys(names.split(), "i32")
         kernel = attention_kernels.write_kernel
         yield Variant(f"write {label}", kernel, inputs, integers, chosen)
+        inputs |= {"q": short, "positions": "i64"}
+        inputs |= dict.fromkeys(("cos_sin", "q_norm", "k_norm"), "fp32")
+        numbers = {**integers, **dict.fromkeys(("q_token", "q_head"), "i32"), "eps": "fp32"}
+        kernel = attention_kernels.turn_write_kernel
+        for norm in (False, True):
+            chosen = {**attention.turn_options(query, runtime), "SIZE": 32, "NORM": norm}
+            text = f"turn and write {label}{' norms' if norm else ''}"
+            yield Variant(text, kernel, inputs, numbers, chosen)
 
 
 def _rows(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
@@ -147,6 +155,9 @@ def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
         label = f"{short} {out}x{width}"
         options = linear.row_options(query, runtime)
         yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
+        options = {**linear.gated_row_options(query, runtime), "KIND": "silu"}
+        kernel = linear_kernels.gated_row_kernel
+        yield Variant(f"gated row {label}", kernel, pointers, scalars, options)
 
 
 def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:

@@ -61,7 +61,7 @@ def product_options(
     """Of "gate_up" and "down" with tiles of `rows` rows."""
     table = GATE_UP if kernel == "gate_up" else DOWN
     columns, depth, warps, stages = EXACT if query.dtype == "float32" else table[rows]
-    options = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
+    options: dict[str, Any] = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
     # float32 products are exact to float32, not rounded to what matrix units take
     options["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
     options |= {"num_warps": warps, "num_stages": stages}
