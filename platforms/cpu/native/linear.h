@@ -44,21 +44,42 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
   else write_row<bf16>(a, c, row, panel);
 }
 
-inline void quantize(const hr_linear& a, const QuantType& t, int64_t row, void* out) {
-  const bool fine = a.rows <= kFineRows;
-  if (a.x_dtype == HR_F32)
-    quantize_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, fine, QuantRow(out, a.k));
-  else
-    quantize_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, t.group, t.zero, fine, QuantRow(out, a.k));
+// Rows of x lie in the scratch memory in sets of kRows, few rows in one smaller set.
+inline int set_rows(const hr_linear& a) { return a.rows <= kFineRows ? row_stride(a.rows) : kRows; }
+
+inline int64_t linear_scratch(int64_t rows, int64_t k) {
+  const int64_t sets = (rows + kRows - 1) / kRows;
+  return sets * QuantRows::bytes(k, kRows);
 }
 
+// Blocks [first, last) of 32 inputs of all rows in one set.
+inline void quantize(const hr_linear& a, const QuantType& t, int set, int64_t first, int64_t last, void* out) {
+  const bool fine = a.rows <= kFineRows;
+  const int stride = set_rows(a);
+  const QuantRows rows(out, a.k, stride);
+  for (int r = 0; r < stride && set * kRows + r < a.rows; ++r) {
+    const int64_t at = int64_t(set * kRows + r) * a.x_stride;
+    if (a.x_dtype == HR_F32)
+      quantize_row(static_cast<const float*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
+    else
+      quantize_row(static_cast<const bf16*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
+  }
+}
+
+// A chunk is a run of blocks, counted through all sets: two threads never write between each other's rows.
 inline void run_quantize(const void* p, int chunk, int chunks, Scratch&) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   QuantType t{};
   quant_type(a.format, &t);
-  const int64_t bytes = QuantRow::bytes(a.k);
-  for (int64_t row = int64_t(a.rows) * chunk / chunks; row < int64_t(a.rows) * (chunk + 1) / chunks; ++row)
-    quantize(a, t, row, static_cast<uint8_t*>(a.scratch) + row * bytes);
+  const int64_t blocks = a.k / 32, sets = (a.rows + kRows - 1) / kRows;
+  const int64_t end = sets * blocks * (chunk + 1) / chunks;
+  for (int64_t at = sets * blocks * chunk / chunks; at < end;) {
+    const int64_t set = at / blocks, first = at % blocks;
+    const int64_t last = end - set * blocks < blocks ? end - set * blocks : blocks;
+    quantize(a, t, int(set), first, last,
+             static_cast<uint8_t*>(a.scratch) + set * QuantRows::bytes(a.k, kRows));
+    at += last - first;
+  }
 }
 
 inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scratch) {
@@ -66,24 +87,22 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
   QuantType t{};
   quant_type(a.format, &t);
   const PanelShape shape(t, a.k);
-  const int64_t bytes = QuantRow::bytes(a.k), all = panels(a.n);
+  const int stride = set_rows(a);
+  const int64_t bytes = QuantRows::bytes(a.k, stride), all = panels(a.n);
   uint8_t* rows = static_cast<uint8_t*>(a.scratch);
   if (a.rows <= kOwnRows) {
-    rows = scratch.need(size_t(bytes) * kOwnRows);
+    rows = scratch.need(size_t(bytes));
     if (scratch.tag != scratch.step) {
-      for (int r = 0; r < a.rows; ++r) quantize(a, t, r, rows + r * bytes);
+      quantize(a, t, 0, 0, a.k / 32, rows);
       scratch.tag = scratch.step;
     }
   }
-  float c[8][kCols];
+  float c[kRows][kCols];
   for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * shape.bytes;
-    for (int r = 0; r < a.rows; r += 8) {
-      const int n = a.rows - r < 8 ? a.rows - r : 8;
-      QuantRow x[8] = {{rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
-                       {rows + r * bytes, a.k}, {rows + r * bytes, a.k}, {rows + r * bytes, a.k},
-                       {rows + r * bytes, a.k}, {rows + r * bytes, a.k}};
-      for (int i = 1; i < n; ++i) x[i] = QuantRow(rows + (r + i) * bytes, a.k);
+    for (int r = 0; r < a.rows; r += kRows) {
+      const int n = a.rows - r < kRows ? a.rows - r : kRows;
+      const QuantRows x(rows + r / kRows * bytes, a.k, stride);
       panel_fn(t, n, a.rows <= kFineRows)(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
@@ -176,7 +195,7 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
   if (quantized) {
     int steps = 0;
-    if (a.rows > kOwnRows) out[steps++] = {run_quantize, &a, clamp_chunks(a.rows < threads ? a.rows : threads)};
+    if (a.rows > kOwnRows) out[steps++] = {run_quantize, &a, threads};
     out[steps++] = {run_linear_int8, &a, chunks};
     return steps;
   }

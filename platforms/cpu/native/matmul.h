@@ -10,12 +10,6 @@
 
 namespace hr {
 
-inline uint32_t pair_at(const bf16* p) {
-  uint32_t u;
-  std::memcpy(&u, p, 4);
-  return u;
-}
-
 // c[r] += A[r, 0..k) * B for R rows through float arithmetic: for machines without bf16 dot products and for float A.
 template <int R, class TA>
 inline void rows_expand(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
@@ -45,11 +39,22 @@ inline void rows_expand(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb,
     for (int h = 0; h < H; ++h) store(c[r] + h * W, acc[r][h]);
 }
 
+#if HR_AVX512 && defined(__AVX512BF16__)
+// acc += w * the pair at x, for all columns: one instruction, where the compiler would load first.
+inline __m512 dot2(__m512 acc, __m512bh w, const bf16* x) {
+  typedef uint32_t __attribute__((may_alias)) pair;
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const pair*>(x)));
+  return acc;
+}
+#endif
+
+constexpr int kAhead = 4096;  // bytes
+
 // The same with bf16 dot products where the machine has them.
 template <int R>
 inline void rows_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t k, float (*c)[kCols]) {
 #if HR_AVX512 && defined(__AVX512BF16__)
-  constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;  // independent sums hide the latency when there are few rows
+  constexpr int U = R <= 4 ? 4 : 2;  // sums of their own for every second or fourth pair hide the latency
   __m512 acc[R][U];
   for (int r = 0; r < R; ++r) {
     acc[r][0] = _mm512_loadu_ps(c[r]);
@@ -57,16 +62,20 @@ inline void rows_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb
   }
   int64_t p = 0;
   const int64_t pairs = k / 2;
+  const bool weights = ldb == kCols * 4;  // a stream: fetched further ahead than the hardware dares while it computes
   for (; p + U <= pairs; p += U)
+#pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const __m512bh w = (__m512bh)_mm512_loadu_si512(b + (p + u) * ldb);
+      if (weights) _mm_prefetch(reinterpret_cast<const char*>(b + (p + u) * ldb + kAhead), _MM_HINT_T0);
+#pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
-        acc[r][u] = _mm512_dpbf16_ps(acc[r][u], (__m512bh)_mm512_set1_epi32(int(pair_at(a + r * lda + 2 * (p + u)))), w);
+        acc[r][u] = dot2(acc[r][u], w, a + r * lda + 2 * (p + u));
     }
   for (; p < pairs; ++p) {
     const __m512bh w = (__m512bh)_mm512_loadu_si512(b + p * ldb);
     for (int r = 0; r < R; ++r)
-      acc[r][0] = _mm512_dpbf16_ps(acc[r][0], (__m512bh)_mm512_set1_epi32(int(pair_at(a + r * lda + 2 * p))), w);
+      acc[r][0] = dot2(acc[r][0], w, a + r * lda + 2 * p);
   }
   for (int r = 0; r < R; ++r) {
     for (int u = 1; u < U; ++u) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][u]);

@@ -301,7 +301,7 @@ uint64_t hr_checksum(hr_pool* p, const void* data, int64_t bytes) {
 
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k) {
   hr::QuantType t;
-  return hr::quant_type(format, &t) ? hr::QuantRow::bytes(k) * rows : 0;
+  return hr::quant_type(format, &t) ? hr::linear_scratch(rows, k) : 0;
 }
 
 int64_t hr_attention_scratch(const hr_attention* a) {

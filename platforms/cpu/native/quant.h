@@ -215,38 +215,50 @@ inline void pack_panel(int format, const QuantType& t, const uint8_t* src, int64
   }
 }
 
-// One row of x as int8 with a scale for each 32 inputs: x = d * (q + fine / kFine). The second term is what rounding to
+// Rows of x as int8 with a scale for each 32 inputs: x = d * (q + fine / kFine). The second term is what rounding to
 // q left over; few rows use it, for they wait for memory and not for arithmetic. Besides, for each group, what the
 // kernels add for the zero point (int32, -zero * sum of q and of fine) and for the minimum (float, sum of x).
+//
+// `stride` rows lie between each other, so that a kernel reaches all of them from one pointer: four inputs of the
+// first, four of the second, ..., and their scales and sums likewise.
 constexpr float kFine = 254.0f;
-struct QuantRow {
+constexpr int kFineRows = 4;  // up to here rows have both terms
+constexpr int kRows = 8;      // rows that a kernel takes at once
+
+constexpr int row_stride(int rows) { return rows <= 2 ? rows : rows <= kFineRows ? kFineRows : kRows; }
+
+struct QuantRows {
   int8_t *q, *fine;
   float* d;
   int32_t *zero, *fine_zero;
   float* sum;
-  static int64_t bytes(int64_t k) { return (2 * k + k / 32 * 4 + k / 16 * 12 + 63) / 64 * 64; }
-  QuantRow(void* base, int64_t k) {
+  static int64_t bytes(int64_t k, int stride) { return (2 * k + k / 32 * 4 + k / 16 * 12) * stride; }
+  QuantRows(void* base, int64_t k, int stride) {
     q = static_cast<int8_t*>(base);
-    fine = q + k;
-    d = reinterpret_cast<float*>(fine + k);
-    zero = reinterpret_cast<int32_t*>(d + k / 32);
-    fine_zero = zero + k / 16;
-    sum = reinterpret_cast<float*>(fine_zero + k / 16);
+    fine = q + k * stride;
+    d = reinterpret_cast<float*>(fine + k * stride);
+    zero = reinterpret_cast<int32_t*>(d + k / 32 * stride);
+    fine_zero = zero + k / 16 * stride;
+    sum = reinterpret_cast<float*>(fine_zero + k / 16 * stride);
   }
 };
 
-inline int to_int8(vf whole, int8_t* out) {  // returns the sum
+inline int to_int8(vf whole, int8_t* out, int stride) {  // W numbers, four together; returns their sum
+  alignas(16) int8_t v[W];
 #if HR_AVX512
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)));
+  _mm_store_si128(reinterpret_cast<__m128i*>(v), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)));
 #else
-  for (int j = 0; j < W; ++j) out[j] = int8_t(whole[j]);
+  for (int j = 0; j < W; ++j) v[j] = int8_t(whole[j]);
 #endif
+  for (int j = 0; j < W; j += 4) std::memcpy(out + j * stride, v + j, 4);
   return int(sum(whole));
 }
 
+// Blocks [first, last) of 32 inputs of the row x, which becomes row r of `out`.
 template <class T>
-void quantize_row(const T* x, int64_t k, int group, int zero_point, bool fine, QuantRow out) {
-  for (int64_t b = 0; b < k / 32; ++b) {
+void quantize_row(const T* x, int64_t first, int64_t last, int group, int zero_point, bool fine, const QuantRows& out,
+                  int r, int stride) {
+  for (int64_t b = first; b < last; ++b) {
     vf v[32 / W];
     vf top = zero();
     for (int i = 0; i < 32 / W; ++i) {
@@ -259,18 +271,19 @@ void quantize_row(const T* x, int64_t k, int group, int zero_point, bool fine, Q
     float exact[2] = {0.0f, 0.0f};
     for (int i = 0; i < 32 / W; ++i) {
       const vf scaled = mul(v[i], set1(inverse));
-      const vf r = round_even(scaled);
-      sums[i * W / 16] += to_int8(r, out.q + b * 32 + i * W);
+      const vf whole = round_even(scaled);
+      const int64_t at = (b * 32 + i * W) * stride + r * 4;
+      sums[i * W / 16] += to_int8(whole, out.q + at, stride);
       if (fine) {
-        const vf rest = round_even(mul(sub(scaled, r), set1(kFine)));
-        fine_sums[i * W / 16] += to_int8(rest, out.fine + b * 32 + i * W);
+        const vf rest = round_even(mul(sub(scaled, whole), set1(kFine)));
+        fine_sums[i * W / 16] += to_int8(rest, out.fine + at, stride);
         exact[i * W / 16] += sum(v[i]);
       }
     }
-    out.d[b] = d;
+    out.d[b * stride + r] = d;
     if (group == 32) sums[0] += sums[1], fine_sums[0] += fine_sums[1], exact[0] += exact[1];
     for (int h = 0; h < 32 / group; ++h) {
-      const int64_t at = b * (32 / group) + h;
+      const int64_t at = (b * (32 / group) + h) * stride + r;
       out.zero[at] = -zero_point * sums[h];
       out.fine_zero[at] = -zero_point * fine_sums[h];
       out.sum[at] = fine ? exact[h] : d * float(sums[h]);
@@ -281,12 +294,20 @@ void quantize_row(const T* x, int64_t k, int group, int zero_point, bool fine, Q
 // R rows of x against one panel: out[r][16]. The integers of a block are unpacked once for all rows. `next`: the panel
 // to fetch meanwhile, or null.
 #if HR_AVX512 && defined(__AVX512VNNI__)
+// acc += w * the four inputs at x, for all columns: one instruction, where the compiler would load first.
+inline __m512i dot4(__m512i acc, __m512i w, const int8_t* x) {
+  typedef int32_t __attribute__((may_alias)) four;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const four*>(x)));
+  return acc;
+}
+
 template <int BITS, int GROUP, bool MIN, int R, bool FINE>
-void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, const uint8_t* next,
+void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRows& x, const uint8_t* next,
                 float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel + shape.scales_at);
   const uint16_t* mins = reinterpret_cast<const uint16_t*>(panel + shape.mins_at);
+  constexpr int S = FINE ? row_stride(R) : kRows;
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512 total[R];
   for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
@@ -303,8 +324,8 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
       const int64_t index = b * kGroups + g;
       __m512i acc[R], rest[R];
       for (int r = 0; r < R; ++r) {
-        acc[r] = _mm512_set1_epi32(MIN ? 0 : x[r].zero[index]);
-        rest[r] = _mm512_set1_epi32(MIN || !FINE ? 0 : x[r].fine_zero[index]);
+        acc[r] = _mm512_set1_epi32(MIN ? 0 : x.zero[index * S + r]);
+        rest[r] = _mm512_set1_epi32(MIN || !FINE ? 0 : x.fine_zero[index * S + r]);
       }
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s) {
@@ -318,14 +339,11 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
           if constexpr (BITS >= 5) w = _mm512_mask_add_epi8(w, planes[step], w, _mm512_set1_epi8(16));
           if constexpr (BITS >= 6) w = _mm512_mask_add_epi8(w, planes[8 + step], w, _mm512_set1_epi8(32));
         }
+        const int64_t at = (b * 8 + step) * 4 * S;
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          int32_t four;
-          std::memcpy(&four, x[r].q + b * 32 + step * 4, 4);
-          acc[r] = _mm512_dpbusd_epi32(acc[r], w, _mm512_set1_epi32(four));
-          if constexpr (FINE) {
-            std::memcpy(&four, x[r].fine + b * 32 + step * 4, 4);
-            rest[r] = _mm512_dpbusd_epi32(rest[r], w, _mm512_set1_epi32(four));
-          }
+          acc[r] = dot4(acc[r], w, x.q + at + r * 4);
+          if constexpr (FINE) rest[r] = dot4(rest[r], w, x.fine + at + r * 4);
         }
       }
       const __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * kCols)));
@@ -333,12 +351,12 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
       if constexpr (MIN)
         m = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(mins + index * kCols)));
       for (int r = 0; r < R; ++r) {
-        const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(x[r].d[b]));
+        const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(x.d[b * S + r]));
         __m512 product = _mm512_cvtepi32_ps(acc[r]);
         if constexpr (FINE)
           product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(rest[r]), _mm512_set1_ps(1.0f / kFine), product);
         total[r] = _mm512_fmadd_ps(product, scale, total[r]);
-        if constexpr (MIN) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(x[r].sum[index]), total[r]);
+        if constexpr (MIN) total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(x.sum[index * S + r]), total[r]);
       }
     }
   }
@@ -390,11 +408,12 @@ inline void dot4(const uint8_t* w, const int8_t* x, int32_t* acc) {
 }
 
 template <int BITS, int GROUP, bool MIN, int R, bool FINE>
-void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x, const uint8_t*,
+void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRows& x, const uint8_t*,
                 float (*out)[kCols]) {
   const uint8_t* data = panel + shape.data_at;
   const fp16* scales = reinterpret_cast<const fp16*>(panel + shape.scales_at);
   const fp16* mins = reinterpret_cast<const fp16*>(panel + shape.mins_at);
+  constexpr int S = FINE ? row_stride(R) : kRows;
   constexpr int kGroups = 32 / GROUP, kSteps = 8 / kGroups;
   vf total[R][kCols / W];
   for (int r = 0; r < R; ++r)
@@ -405,15 +424,16 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
       alignas(64) int32_t acc[R][kCols], rest[R][kCols];
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < kCols; ++c) {
-          acc[r][c] = MIN ? 0 : x[r].zero[index];
-          rest[r][c] = MIN || !FINE ? 0 : x[r].fine_zero[index];
+          acc[r][c] = MIN ? 0 : x.zero[index * S + r];
+          rest[r][c] = MIN || !FINE ? 0 : x.fine_zero[index * S + r];
         }
       for (int s = 0; s < kSteps; ++s) {
         alignas(64) uint8_t w[64];
         step_bytes<BITS>(data, g * kSteps + s, w);
+        const int64_t at = (b * 8 + g * kSteps + s) * 4 * S;
         for (int r = 0; r < R; ++r) {
-          dot4<BITS>(w, x[r].q + b * 32 + (g * kSteps + s) * 4, acc[r]);
-          if constexpr (FINE) dot4<BITS>(w, x[r].fine + b * 32 + (g * kSteps + s) * 4, rest[r]);
+          dot4<BITS>(w, x.q + at + r * 4, acc[r]);
+          if constexpr (FINE) dot4<BITS>(w, x.fine + at + r * 4, rest[r]);
         }
       }
       for (int h = 0; h < kCols / W; ++h) {
@@ -424,8 +444,8 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
             a[i] = float(acc[r][h * W + i]);
             if constexpr (FINE) a[i] += float(rest[r][h * W + i]) / kFine;
           }
-          total[r][h] = fma(load(a), mul(d, set1(x[r].d[b])), total[r][h]);
-          if constexpr (MIN) total[r][h] = fma(load(mins + index * kCols + h * W), set1(x[r].sum[index]), total[r][h]);
+          total[r][h] = fma(load(a), mul(d, set1(x.d[b * S + r])), total[r][h]);
+          if constexpr (MIN) total[r][h] = fma(load(mins + index * kCols + h * W), set1(x.sum[index * S + r]), total[r][h]);
         }
       }
     }
@@ -436,10 +456,7 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRow* x
 }
 #endif
 
-using PanelFn = void (*)(const uint8_t*, const PanelShape&, const QuantRow*, const uint8_t* next, float (*)[kCols]);
-
-// Up to kFineRows rows are multiplied with both parts of x.
-constexpr int kFineRows = 4;
+using PanelFn = void (*)(const uint8_t*, const PanelShape&, const QuantRows&, const uint8_t* next, float (*)[kCols]);
 
 template <int BITS, int GROUP, bool MIN>
 PanelFn panel_fn(int rows, bool fine) {
