@@ -1,6 +1,7 @@
-"""Kernels against their limits: products of few rows beside the vendor's library, attention against its bytes.
+"""Kernels against their limits: products of few rows beside the vendor's library, attention against its bytes, experts
+against the weights that are chosen, fused kernels beside their parts, and what a launch costs the host.
 
-    python -m benchmarks.cuda.kernels [--json FILE]
+    python -m benchmarks.cuda.kernels [--only linear,attention,experts,fused,sampling,launches] [--json FILE]
 
 Each figure is the time of one call among many that a graph replays back to back, over weights that together exceed
 the cache many times, as the layers of a model do.
@@ -10,18 +11,36 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cuda.tune import Overridden
+from headrace.platforms.attention import Turn
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import DeviceRuntime
-from headrace.platforms.queries import AttentionQuery, LinearQuery
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    ExpertsQuery,
+    LinearQuery,
+    NormQuery,
+    RotaryQuery,
+    RouterQuery,
+    SampleQuery,
+)
 from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
+from headrace.platforms.triton.activations import SiluAndMul
 from headrace.platforms.triton.attention import TritonAttention
+from headrace.platforms.triton.experts import TritonExperts
 from headrace.platforms.triton.linear import TritonLinear
+from headrace.platforms.triton.norms import AddRmsNorm, RmsNorm
+from headrace.platforms.triton.rotary import Rotary
+from headrace.platforms.triton.routing import TopkSoftmax
+from headrace.platforms.triton.sampling import Sample
 
 # in, out: Llama 3.1 8B, then Llama 3.2 1B
 SHAPES = {
@@ -34,7 +53,15 @@ SHAPES = {
     "1B gate_up": (2048, 16384),
     "1B down": (8192, 2048),
 }
+# experts, of them for a token, hidden, intermediate
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Qwen1.5-MoE-A2.7B": (60, 4, 2048, 1408),
+    "Mixtral 8x7B": (8, 2, 4096, 14336),
+}
 CACHE_BYTES = 1 << 30
+READ = 4.38e12  # bytes a second that an H200 reads
+MULTIPLY = 790e12  # bfloat16 operations a second that it was seen to do
 
 
 def replayed(calls: list[Callable[[], Any]], repeats: int = 5) -> float:
@@ -104,22 +131,160 @@ def attention(runtime: DeviceRuntime, batch: int, length: int, new: int = 1) -> 
     }
 
 
+def experts(runtime: DeviceRuntime, name: str, tokens: int) -> dict[str, Any]:
+    """Route and compute; the limit is the bytes of the experts chosen, or the products."""
+    count, top_k, hidden, size = EXPERTS[name]
+    query = ExpertsQuery(count, top_k, hidden, size, "bfloat16")
+    op, route = TritonExperts(query, runtime), TopkSoftmax(RouterQuery(count, top_k, True), runtime)
+    layers = 4
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    packed = [
+        op.pack(
+            torch.randn(count, 2 * size, hidden, **like).mul_(hidden**-0.5),
+            torch.randn(count, hidden, size, **like).mul_(size**-0.5),
+        )
+        for _ in range(layers)
+    ]
+    x = torch.randn(tokens, hidden, **like)
+    chosen = [route(torch.randn(tokens, count, device="cuda"), top_k, True) for _ in packed]
+    took = replayed(
+        [lambda c=c, p=p: op(x, *c, p) for c, p in zip(chosen, packed, strict=True)] * 4
+    )
+    logits = torch.randn(tokens, count, device="cuda")
+    routed = replayed([lambda: route(logits, top_k, True)] * 16)
+    used = sum(len(ids.unique()) for _, ids in chosen) / layers
+    reading = used * 3 * size * hidden * 2 / READ
+    computing = 6 * tokens * top_k * size * hidden / MULTIPLY
+    row = {"what": f"experts of {name}", "tokens": tokens, "experts": round(used, 1)}
+    limit = 1e6 * max(reading, computing)
+    row |= {"us": round(took, 2), "limit_us": round(limit, 2), "of_limit": round(limit / took, 2)}
+    return row | {"route_us": round(routed, 2)}
+
+
+def turned(runtime: DeviceRuntime, tokens: int, norms: bool) -> dict[str, Any]:
+    """Rotary embedding and the cache's write, with norms of q and k before: one kernel beside its parts."""
+    query = AttentionQuery(32, 8, 128, 128, "bfloat16", "bfloat16", 128**-0.5)
+    op = TritonAttention(query, runtime)
+    rotate = Rotary(RotaryQuery(128, 128, "bfloat16"), runtime)
+    norm = RmsNorm(NormQuery(128, "bfloat16"), runtime)
+    weight, table = torch.ones(128, device="cuda"), torch.randn(8192, 128, device="cuda")
+    requests = Requests(((300, 1),) * tokens)
+    blocks = scattered_blocks(requests, 32, 0)
+    caches = make_caches(op, 32, 1 + int(blocks.max()), runtime.device)
+    plan = op.plan(make_batch(requests, blocks, 32, runtime.device), 0)
+    qkv = torch.randn(tokens, 48, 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.split((32, 8, 8), dim=1)
+    positions = torch.arange(tokens, device="cuda")
+    turn = Turn(positions, table, (weight, weight) if norms else None, 1e-6)
+
+    def parts() -> None:
+        heads = (norm(q, weight, 1e-6), norm(k, weight, 1e-6)) if norms else (q, k)
+        rotate(positions, *heads, table, True)
+        op.write(heads[1], v, *caches, plan)
+
+    one = replayed([lambda: op.turn_and_write(q, k, v, turn, caches, plan)] * 64)
+    name = f"{'norms, ' if norms else ''}rotary and write"
+    return beside(name, one, replayed([parts] * 64)) | {"tokens": tokens}
+
+
+def gated(runtime: DeviceRuntime, name: str) -> dict[str, Any]:
+    width, out = SHAPES[name]
+    op = TritonLinear(LinearQuery(width, out, "bfloat16"), runtime)
+    act = SiluAndMul(ActivationQuery(out // 2, "bfloat16"), runtime)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    weights = [torch.randn(out, width, **like) for _ in range(16)]
+    x = torch.randn(1, width, **like)
+    one = replayed([lambda w=w: op.gated(x, (w, None), "silu") for w in weights])
+    two = replayed([lambda w=w: act(op(x, (w, None))) for w in weights])
+    return beside(f"{name} with activation", one, two)
+
+
+def combined(runtime: DeviceRuntime, batch: int, length: int) -> dict[str, Any]:
+    """Split keys combined by the program that ends last, beside a kernel that does it."""
+    changed: list[Any] = [Overridden(runtime, {"decode": {"LAST": last}}) for last in (True, False)]
+    one, two = (attention(runtime, batch, length)["us"] for runtime in changed)
+    return beside("decode, keys combined", one, two) | {"batch": batch, "length": length}
+
+
+def beside(what: str, one: float, parts: float) -> dict[str, Any]:
+    return {"what": what, "us": round(one, 2), "parts_us": round(parts, 2)}
+
+
+def sampling(runtime: DeviceRuntime, rows: int) -> Iterator[dict[str, Any]]:
+    vocab = 128256
+    op = Sample(SampleQuery(vocab, rows), runtime)
+    logits = torch.randn(rows, vocab, device="cuda") * 3
+    number = torch.full((rows,), 0.5, device="cuda")
+    for label, temperature, top_k, top_p in (
+        ("greedy", 0.0, 0, 1.0),
+        ("temperature", 1.0, 0, 1.0),
+        ("top-p", 1.0, 0, 0.9),
+        ("top-k and top-p", 1.0, 50, 0.9),
+    ):
+        options = [torch.full_like(number, value) for value in (temperature, top_p, 0.0)]
+        k = torch.full((rows,), top_k, dtype=torch.int32, device="cuda")
+        arguments = (logits, options[0], k, options[1], options[2], number)
+        took = replayed([lambda a=arguments: op(*a)] * 4)
+        yield {"what": f"sample, {label}", "rows": rows, "us": round(took, 2)}
+
+
+def launches(runtime: DeviceRuntime) -> dict[str, Any]:
+    """Microseconds of the host for an op of one kernel that was launched before, outside of graphs."""
+    op = AddRmsNorm(NormQuery(4096, "bfloat16"), runtime)
+    x = torch.zeros(2, 4096, device="cuda", dtype=torch.bfloat16)
+    residual, weight = x.clone(), torch.ones(4096, device="cuda")
+    best = float("inf")
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):
+            op(x, residual, weight, 1e-5)
+        best = min(best, time.perf_counter() - start)
+    return {"what": "launch of a norm, host", "us": round(1e4 * best, 2)}
+
+
+def rows(runtime: DeviceRuntime, only: set[str]) -> Iterator[dict[str, Any]]:
+    if "launches" in only:
+        yield launches(runtime)
+    if "experts" in only:
+        for name in EXPERTS:
+            for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192):
+                yield experts(runtime, name, tokens)
+    if "fused" in only:
+        for tokens, norms in ((1, False), (1, True), (256, False), (256, True)):
+            yield turned(runtime, tokens, norms)
+        for name in ("8B gate_up", "1B gate_up"):
+            yield gated(runtime, name)
+        for load in ((1, 600), (1, 8000), (4, 2000), (32, 1100)):
+            yield combined(runtime, *load)
+    if "linear" in only:
+        for name in SHAPES:
+            for count in (1, 2, 16, 64):
+                yield linear(runtime, name, count)
+    if "attention" in only:
+        loads = ((1, 600, 1), (1, 8000, 1), (32, 1100, 1), (128, 1200, 1), (256, 300, 1))
+        for measured in (*loads, (1, 512, 512), (8, 1024, 1024), (1, 8192, 2048)):
+            yield attention(runtime, *measured)
+    if "sampling" in only:
+        for count in (1, 32, 256):
+            yield from sampling(runtime, count)
+
+
+PARTS = ("launches", "experts", "fused", "linear", "attention", "sampling")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", default="")
+    parser.add_argument("--only", default=",".join(PARTS))
     asked = parser.parse_args()
     platform = CudaPlatform()
     runtime = platform.open(platform.probe()[0])
     results = []
     with torch.inference_mode():
-        for name in SHAPES:
-            for rows in (1, 2, 16, 64):
-                results.append(linear(runtime, name, rows))
-                print(results[-1], flush=True)
-        loads = ((1, 600, 1), (1, 8000, 1), (32, 1100, 1), (128, 1200, 1), (256, 300, 1))
-        for load in (*loads, (1, 512, 512), (8, 1024, 1024), (1, 8192, 2048)):
-            results.append(attention(runtime, *load))
-            print(results[-1], flush=True)
+        for row in rows(runtime, set(asked.only.split(","))):
+            results.append(row)
+            print(row, flush=True)
     runtime.close()
     if asked.json:
         with open(asked.json, "w", encoding="utf-8") as file:
