@@ -29,6 +29,10 @@ def kernel_options(
         changed["num_warps"] = min(max(waves, 1), MOST_THREADS // lanes)
     if "PRECISION" in options:
         changed["PRECISION"] = "ieee"  # of float32; the shorter form that others have is refused
+    if "LAST" in options:
+        # Combining in the program that ends last needs its waves' stores to be seen by other programs before a count
+        # is; a barrier of Triton's orders shared memory only on these devices.
+        changed["LAST"] = False
     if kernel in ("prefill", "decode"):
         changed |= _attention(features, kernel, query, lanes)
     elif kernel in PRODUCTS:

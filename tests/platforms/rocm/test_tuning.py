@@ -43,3 +43,9 @@ def test_a_kernel_without_products_keeps_its_options():
         assert set(kernel_options(features, "gated", NormQuery(8, "bfloat16"), LAUNCH)) == {
             "num_warps"
         }
+
+
+def test_no_program_reads_what_another_stored():
+    query = AttentionQuery(8, 2, 64, 64, "bfloat16", "bfloat16", 0.1)
+    for features in FEATURES.values():
+        assert kernel_options(features, "decode", query, {**LAUNCH, "LAST": True})["LAST"] is False
