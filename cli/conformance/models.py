@@ -155,17 +155,17 @@ class Truth:
 
 
 def check_answers(
-    answers: list[Answer], truth: Truth, folder: Path, dtype: str
+    asked: list[list[int]], answers: list[Answer], truth: Truth, folder: Path, dtype: str
 ) -> tuple[float, str]:
-    """(largest error as a multiple of the tolerance, what is wrong)."""
-    tolerance, asked = TOLERANCE[dtype], prompts()
+    """(largest error as a multiple of the tolerance, what is wrong) of greedy answers with their log-probabilities."""
+    tolerance = TOLERANCE[dtype]
     for prompt, answer in zip(asked, answers, strict=True):
-        if answer.error or len(answer.tokens) != NEW_TOKENS:
+        if answer.error or answer.reason != "length":
             return -1.0, f"prompt of {len(prompt)} tokens: {answer.error or answer.reason}"
     whole = [prompt + answer.tokens for prompt, answer in zip(asked, answers, strict=True)]
     worst, wrong = 0.0, ""
     for prompt, answer, scored in zip(asked, answers, truth.score(folder, whole), strict=True):
-        entries = scored.prompt_logprobs[-NEW_TOKENS:]
+        entries = scored.prompt_logprobs[-len(answer.tokens) :]
         for i, (own, true) in enumerate(zip(answer.logprobs, entries, strict=True)):
             where = f"prompt of {len(prompt)} tokens, new token {i}"
             off = abs(own.logprob - true.logprob)

@@ -272,7 +272,7 @@ def _run_model(name: str, family: str, bench: Bench, say: Say) -> Result:
         for turn in ("cold", "cached"):
             say(f"{turn}, {dtype}")
             answers = engine.run(prompts(), greedy(NEW_TOKENS, logprobs=1))
-            excess, wrong = check_answers(answers, bench.truth, folder, dtype)
+            excess, wrong = check_answers(prompts(), answers, bench.truth, folder, dtype)
             found.append(Case(f"{turn}, {dtype}", excess, wrong))
     return _result(found)
 
