@@ -21,6 +21,7 @@ MAX_CONTRACTS = (
 )
 MAX_ENGINE = 14_000  # the same of engine/, mixture of experts included
 KERNELS = ("platforms/triton/", "platforms/cpu/native/")
+REFERENCE = ("platforms", "reference")
 DEVICE_WORDS = re.compile(r"^(cuda|rocm|xpu|npu|hip|mps)$")
 
 
@@ -81,17 +82,22 @@ def budgets(path: Path, tree: ast.Module, lines: int) -> list[str]:
     return found
 
 
+def shared(path: Path) -> bool:
+    """Code that every device runs: the engine, the commands, the contracts, the reference."""
+    top, parent = path.parts[0], path.parent
+    return top in ("engine", "cli") or parent == Path("platforms") or parent.parts[:2] == REFERENCE
+
+
 def device_names(path: Path, tree: ast.Module) -> list[str]:
-    """A device named in a string of engine/ or cli/ is a device check in the making."""
-    if path.parts[0] not in ("engine", "cli"):
+    """A device named in a string or asked for as an attribute (x.cuda()) is a device check in the making."""
+    if not shared(path):
         return []
-    return [
-        f"{path}:{node.lineno}: the device name {node.value!r} belongs under platforms/"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and DEVICE_WORDS.match(node.value)
-    ]
+    found = []
+    for node in ast.walk(tree):
+        name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", None)
+        if isinstance(name, str) and DEVICE_WORDS.match(name):
+            found.append(f"{path}:{node.lineno}: the device name {name!r} belongs under platforms/")
+    return found
 
 
 def cycles() -> list[str]:
