@@ -19,6 +19,7 @@ from headrace.platforms.batch import BatchView, HostArgs
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import GraphSupport
 from headrace.platforms.kv_layout import KVFormat, Layout
+from headrace.platforms.npu.recorder import Recorder, borrowed
 from headrace.platforms.npu.runtime import NpuRuntime
 from headrace.platforms.queries import AttentionQuery
 
@@ -117,14 +118,13 @@ class FusedInferAttention(PagedAttention):
         out: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        op = torch.ops.npu.npu_fused_infer_attention_score
         tensors = q.contiguous(), flat(k_cache), flat(v_cache)
         rules = {**self._rules, "block_table": plan.table, "block_size": plan.block_size}
-        recorder = cast(NpuRuntime, self.runtime).recorder
+        recorder = cast(NpuRuntime, self.runtime).captures.recorder
         if recorder is not None:
-            result = self._captured(tensors, rules, plan)
+            result = captured(recorder, tensors, rules, plan)
         else:
-            result, _ = op(
+            result, _ = torch.ops.npu.npu_fused_infer_attention_score(
                 *tensors,
                 actual_seq_lengths=plan.query_ends,
                 actual_seq_lengths_kv=plan.seq_lens,
@@ -132,37 +132,33 @@ class FusedInferAttention(PagedAttention):
             )
         return result if out is None else out.copy_(result)
 
-    def _captured(
-        self, tensors: tuple[torch.Tensor, ...], rules: dict[str, Any], plan: Plan
-    ) -> torch.Tensor:
-        """The same as a task whose lengths a replay updates: results and workspace are then given, not made."""
-        from headrace.platforms.npu.graphs import borrowed
 
-        recorder = cast(NpuRuntime, self.runtime).recorder
-        assert recorder is not None
-        op = torch.ops.npu.npu_fused_infer_attention_score
-        q = tensors[0]
-        workspace = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(
-            *tensors,
-            actual_seq_lengths=plan.query_ends,
-            actual_seq_lengths_kv=plan.seq_lens,
+def captured(
+    recorder: Recorder, tensors: tuple[torch.Tensor, ...], rules: dict[str, Any], plan: Plan
+) -> torch.Tensor:
+    """The op as a task whose lengths a replay updates: its results and its workspace are then given, not made."""
+    q = tensors[0]
+    workspace = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(
+        *tensors,
+        actual_seq_lengths=plan.query_ends,
+        actual_seq_lengths_kv=plan.seq_lens,
+        **rules,
+    )
+    result, lse = torch.empty_like(q), torch.empty(1, dtype=torch.float32, device=q.device)
+    held = [borrowed(tensor) for tensor in (*tensors, workspace, result, lse)]
+
+    def launch(host: HostArgs) -> None:
+        torch.ops.npu.npu_fused_infer_attention_score.out(
+            *held[:3],
+            actual_seq_lengths=host.query_start_loc[1:].tolist(),
+            actual_seq_lengths_kv=host.seq_lens.tolist(),
             **rules,
+            workspace=held[3],
+            out=held[4:],
         )
-        result, lse = torch.empty_like(q), torch.empty(1, dtype=torch.float32, device=q.device)
-        held = [borrowed(tensor) for tensor in (*tensors, workspace, result, lse)]
 
-        def launch(host: HostArgs) -> None:
-            op.out(
-                *held[:3],
-                actual_seq_lengths=host.query_start_loc[1:].tolist(),
-                actual_seq_lengths_kv=host.seq_lens.tolist(),
-                **rules,
-                workspace=held[3],
-                out=held[4:],
-            )
-
-        recorder.launch(launch)
-        return result
+    recorder.launch(launch)
+    return result
 
 
 def flat(cache: torch.Tensor) -> torch.Tensor:

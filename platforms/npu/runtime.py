@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.npu import versions
+from headrace.platforms.npu.recorder import Captures
 from headrace.platforms.torch_device.runtime import TorchRuntime
-
-if TYPE_CHECKING:
-    from headrace.platforms.npu.graphs import Recorder
 
 
 class NpuRuntime(TorchRuntime):
-    """`recorder` takes the launches whose host numbers change from replay to replay; None outside of captures."""
-
     device_type = "npu"
 
     def __init__(self, info: DeviceInfo) -> None:
         register()
         super().__init__(info)
-        self.recorder: Recorder | None = None
+        self.captures = Captures()
         npu = self._module
         # compiling each op for each shape at run time would take seconds a step
         npu.set_compile_mode(jit_compile=False)
@@ -32,7 +26,7 @@ class NpuRuntime(TorchRuntime):
     def make_graphs(self) -> GraphBackend:
         from headrace.platforms.npu.graphs import NpuGraphs
 
-        return NpuGraphs(self)
+        return NpuGraphs(self.device, self.captures)
 
     def make_collectives(self, group: GroupSpec) -> Collectives:
         from headrace.platforms.npu.collectives import HcclCollectives

@@ -1,7 +1,8 @@
 """CPU kernels for the `npu` ops that do what torch_npu's documentation says of each, and refuse what it rules out.
 
-They compute in float32 and round once. Written from the documentation alone, not from the implementations that call
-them; a limit that the documentation names is an assertion here, so that a call which a device would refuse fails.
+They compute in float32 and round once; products are torch's own. Written from the documentation, not from the
+implementations that call them; a limit that it names is an assertion here, so that a call which a device would refuse
+fails.
 """
 
 from __future__ import annotations
@@ -155,9 +156,9 @@ def grouped_matmul(
     assert 1 < len(group_list) == len(matrices) <= 1024
     counts = group_list.tolist()
     assert sum(counts) == len(rows)
-    parts = rows.float().split(counts)
-    products = [part @ matrix.float() for part, matrix in zip(parts, matrices, strict=True)]
-    return [torch.cat(products).to(rows.dtype)]
+    parts = rows.split(counts)
+    products = [F.linear(part, matrix.t()) for part, matrix in zip(parts, matrices, strict=True)]
+    return [torch.cat(products)]
 
 
 def moe_finalize_routing(
@@ -205,7 +206,8 @@ def scatter_pa_kv_cache(
     assert key.shape == (len(slot_mapping), heads, width)
     slots = slot_mapping.long()
     assert int(slots.min()) >= 0 and int(slots.max()) < blocks * size, "there is no slot to skip"
-    assert len(slots.unique()) == len(slots), "slots must differ"
+    real = slots[slots >= size]  # what lies in the dummy block means nothing
+    assert len(real.unique()) == len(real), "of equal slots it is not known whose token is kept"
     key_cache.view(-1, heads, width)[slots] = key
     value_cache.view(-1, heads, value_cache.shape[-1])[slots] = value
 

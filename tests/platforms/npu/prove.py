@@ -21,6 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+# not `-m pytest`, which puts the current folder first in the search path, and with it a stale headrace.egg-info
+PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 sys.path.insert(0, str(HERE))
 
 from stubs import make_stubs  # noqa: E402  (beside this file, which is run as a script)
@@ -72,7 +74,7 @@ def main() -> int:
         "LD_LIBRARY_PATH": f"{stubs}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "HEADRACE_PROVE_NPU": "1",
     }
-    command = [str(python), "-m", "pytest", "-q", str(HERE / "proof"), *rest]
+    command = [str(python), "-c", PYTEST, "-q", str(HERE / "proof"), *rest]
     return subprocess.run(command, cwd=ROOT, env=variables).returncode
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.platforms.npu import runtime
+from headrace.platforms.npu import attention, runtime
 from headrace.platforms.npu.runtime import NpuRuntime
 
 _LIKE_ITEM = ("_local_scalar_dense",)
@@ -156,10 +157,8 @@ class NPUGraph:
 
 def _run(task: Call) -> None:
     results = task.func(*task.args, **task.kwargs)
-    if any(result.alias_info is not None for result in task.func._schema.returns):
-        return  # views, and results written in place: there already
     for old, new in zip(_tensors(task.results), _tensors(results), strict=True):
-        if old is not new:
+        if old.data_ptr() != new.data_ptr():  # else a view, or written in place: there already
             old.copy_(new)
 
 
@@ -266,10 +265,13 @@ class SimulatedRuntime(NpuRuntime):
 
 def simulate(monkeypatch: Any) -> SimulatedNpu:
     """Put the stand-in where the platform looks for the module."""
-    from headrace.platforms.npu import graphs
-
     npu = SimulatedNpu()
-    monkeypatch.setattr(torch, "get_device_module", lambda device=None: npu)
+
+    @wraps(torch.get_device_module)  # PyTorch looks at what it wraps
+    def module(device: Any = None) -> Any:
+        return npu
+
+    monkeypatch.setattr(torch, "get_device_module", module)
     monkeypatch.setattr(runtime, "register", lambda: None)
-    monkeypatch.setattr(graphs, "borrowed", lambda tensor: tensor)
+    monkeypatch.setattr(attention, "borrowed", lambda tensor: tensor)
     return npu

@@ -126,7 +126,7 @@ def test_what_is_captured(make, npu: SimulatedNpu, runtime, stream):
     lengths = [task.kwargs["actual_seq_lengths_kv"] for task in tasks if isinstance(task, Call) and
                task.func.__name__.startswith("npu_fused")]  # fmt: skip
     assert lengths == [[5, 130, 200, 1]] * LAYERS
-    assert runtime.recorder is None and not npu.running
+    assert runtime.captures.recorder is None and not npu.running
 
 
 def test_the_order_of_a_replay(make, npu: SimulatedNpu, runtime, stream):
@@ -153,7 +153,7 @@ def test_a_body_that_fails_leaves_no_recorder(runtime, stream):
     backend = runtime.graphs()
     with pytest.raises(RuntimeError, match="out of memory"), backend.session():
         backend.capture(GraphKey("decode", 1, 1), body, batch.host_args())
-    assert runtime.recorder is None
+    assert runtime.captures.recorder is None
 
 
 def test_graphs_say_that_they_need_lengths(runtime):
