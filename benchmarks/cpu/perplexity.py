@@ -4,10 +4,11 @@
     python -m benchmarks.cpu.perplexity --bytes 20000    # a fifth of it
 
 Both cut the text into windows of 512 tokens that do not overlap, put the beginning-of-sequence token first where the
-model has one, and score the second half of each window (llama-perplexity's own way). The text is one that every Python
-brings, its language reference, so that nobody has to fetch anything; --text names another. Bar: the two differ by at
-most half a percent. The standard error of each is that of the text's sample; it does not bound the difference, since
-both score the same tokens.
+model has one, and score the second half of each window but for its first token (llama-perplexity's own way). The text
+is one that every Python brings, its language reference, so that nobody has to fetch anything; --text names another.
+Bar: the two differ by at most half a percent. `--exact` adds what the file's weights give when nothing is rounded, so
+that one sees which of the two is nearer to it. The standard error of each is that of the text's sample; it does not
+bound the difference, since both score the same tokens.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def reference_text(size: int) -> str:
     return "\n".join(topics[name] for name in sorted(topics))[:size]
 
 
-def headrace(model: Path, text: Path) -> tuple[float, float]:
+def headrace(model: Path, text: Path, *options: str) -> tuple[float, float]:
     """(perplexity, standard error)."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "perplexity.json")
         command = [sys.executable, "-m", "headrace.cli.main", "bench", "perplexity", str(model)]
-        command += [str(text), "--context", str(CONTEXT), "--stride", str(CONTEXT)]
+        command += [str(text), "--context", str(CONTEXT), "--stride", str(CONTEXT), *options]
         subprocess.run([*command, "--json", str(file)], check=True)
         found = json.loads(file.read_text())["results"][0]
     return float(found["perplexity"]), float(found["error"])
@@ -73,11 +74,13 @@ def llama(binary: Path, model: Path, text: Path) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-def compare(name: str, model: Path, text: Path, binary: Path) -> dict[str, Any]:
+def compare(name: str, model: Path, text: Path, binary: Path, exact: bool) -> dict[str, Any]:
     own, own_error = headrace(model, text)
     other, other_error = llama(binary, model, text)
     differs = (own / other - 1) * 100
+    truth = {"float32": headrace(model, text, "--dtype", "float32")[0]} if exact else {}
     return {
+        **truth,
         "model": name,
         "headrace": own,
         "headrace_error": own_error,
@@ -96,6 +99,9 @@ def main() -> None:
     Places.add_arguments(parser)
     parser.add_argument("--text", type=Path, help="a text file instead of the built-in one")
     parser.add_argument("--bytes", type=int, default=100_000, help="so much of the text")
+    parser.add_argument(
+        "--exact", action="store_true", help="also with the file's weights dequantized to float32"
+    )
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     places = Places.of(options)
@@ -108,8 +114,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text.txt")
         text.write_text(content)
-        rows = [compare(name, model, text, binary) for name, model in models.items()]
-    table = Table("model", "headrace", "llama.cpp", "differs", "bar")
+        rows = [compare(name, model, text, binary, options.exact) for name, model in models.items()]
+    table = Table("model", "headrace", "llama.cpp", "differs", "bar", "float32")
     for row in rows:
         table.add_row(
             row["model"],
@@ -117,6 +123,7 @@ def main() -> None:
             f"{row['llama.cpp']:.4f}",
             f"{row['differs_percent']:+.3f} %",
             f"at most {BAR_PERCENT} %: {'met' if row['met'] else 'MISSED'}",
+            f"{row['float32']:.4f}" if "float32" in row else "",
         )
     Console().print(table)
     arguments = {

@@ -96,7 +96,7 @@ def caption(data: Result) -> str:
     counts = "-".join(str(count) for count in sorted({min(rounds), max(rounds)}))
     machine = data["machine"]
     return (
-        f"{machine['cpu']}, {machine['usable_cpus']} cores; {counts} rounds in turns, medians; "
+        f"{machine['cpu']}, {machine['usable_cpus']} cores; medians, rounds in turns: {counts}; "
         f"commit {', '.join(commits)}"
     )
 

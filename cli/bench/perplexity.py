@@ -37,10 +37,13 @@ def windows(ids: Sequence[int], context: int, stride: int, bos: int | None) -> l
     """Windows of `context` tokens, one beginning every `stride`; what does not fill the last one is left out.
 
     A window scores what follows its first half, so that each of these tokens has at least half a window before it, and
-    at most `stride` of them, so that none counts twice. With stride = context this is what llama.cpp's perplexity tool
-    does; with half of it every token after the first half window counts. `bos` begins every window of a model with one.
+    at most `stride` of them, so that none counts twice. With half of it every token after the first half window counts.
+    With stride = context this is what llama.cpp's perplexity tool does: it leaves out one token more, the first of the
+    second half, and that decides the third digit. `bos` begins every window of a model with one.
     """
     scored = min(stride, context - context // 2)
+    if stride == context:
+        scored = max(1, scored - 1)
     made = []
     for start in range(0, len(ids) - context + 1, stride):
         tokens = list(ids[start : start + context])

@@ -27,9 +27,12 @@ def test_half_strides_score_every_token_after_the_first_half_once():
     assert made[3].tokens == list(range(30, 50))
 
 
-def test_full_strides_score_second_halves():
+def test_full_strides_score_second_halves_but_for_their_first_token():
+    """What llama.cpp's tool scores: context - context // 2 - 1 tokens of a window."""
     made = windows(range(50), 20, 20, None)  # ten tokens do not fill a window
-    assert scored_places(made, 20, 20) == [*range(10, 20), *range(30, 40)]
+    assert scored_places(made, 20, 20) == [*range(11, 20), *range(31, 40)]
+    assert windows(range(9), 9, 9, None)[0].scored == 4
+    assert windows(range(4), 2, 2, None)[0].scored == 1  # never none
 
 
 @pytest.mark.parametrize(("context", "stride"), [(7, 3), (8, 5), (9, 9), (2, 1)])
