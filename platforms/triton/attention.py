@@ -118,7 +118,7 @@ def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, An
 
 def turn_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     half = query.head_dim // 2
-    heads = query.q_heads + 2 * query.kv_heads
+    heads = max(query.q_heads, query.kv_heads)
     # about 512 pairs for each program
     options = {"HEADS": min(power_of_two(heads), max(1, 512 // power_of_two(half)))}
     chosen = launch_options("turn_write", query, runtime, options | {"num_warps": 4}, True)
@@ -134,7 +134,8 @@ class TritonAttention(PagedAttention):
         self._write = Launchers(write_kernel, write_options(query, runtime))
         options = turn_options(query, runtime)
         self._turn = Launchers(turn_write_kernel, options)
-        self._turn_blocks = -(-(query.q_heads + 2 * query.kv_heads) // options["HEADS"])
+        parts = (-(-heads // options["HEADS"]) for heads in (query.q_heads, *[query.kv_heads] * 2))
+        self._turn_blocks = sum(parts)  # of q, k and v
         self._decode = Launchers(decode_kernel, decode_options(query, runtime))
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
         self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))

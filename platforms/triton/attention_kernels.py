@@ -44,6 +44,26 @@ def write_kernel(
         tl.store(place, value.to(v_cache.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def turned(
+    rows, live, cos, sin, norm, eps,
+    HALF: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the heads at rows [HEADS, 1], normed and turned, in their dtype."""
+    dtype: tl.constexpr = rows.dtype.element_ty
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = at < HALF
+    a = tl.load(rows + at, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(rows + HALF + at, mask=live, other=0.0).to(tl.float32)
+    if NORM:
+        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        first = a * inverse * tl.load(norm + at, mask=inside, other=0.0)
+        second = b * inverse * tl.load(norm + HALF + at, mask=inside, other=0.0)
+        a, b = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def turn_write_kernel(
     q, k, v, positions, cos_sin, q_norm, k_norm, k_cache, v_cache, slots,
@@ -52,47 +72,51 @@ def turn_write_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, those of q first, then of k, then of v: q's are turned in place, k's are turned into
-    their slot, v's are copied into theirs. Slot -1 is skipped."""
+    """HEADS heads of one token: of q, which are turned in place, of k, which are turned into their slot, or of v,
+    which are copied into theirs. Slot -1 is skipped.
+
+    A program has heads of one of them only: a choice for each head would be one between pointers into different
+    memory, which the compiler for AMD's devices does not take.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    at = tl.arange(0, WIDTH)
+    at = tl.arange(0, WIDTH)[None, :]
     inside = at < HALF
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    of_q = head < Q_HEADS
-    of_v = head >= Q_HEADS + KV_HEADS
-    run = head - tl.where(of_v, Q_HEADS + KV_HEADS, Q_HEADS)
-    row = tl.where(of_v, v + token * v_token + run * v_head, k + token * k_token + run * k_head)
-    row = tl.where(of_q, q + token * q_token + head * q_head, row)[:, None]
-    live = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
     angles = cos_sin + tl.load(positions + token) * (2 * HALF)
-    cos = tl.load(angles + at, mask=inside, other=0.0)[None, :]
-    sin = tl.load(angles + HALF + at, mask=inside, other=0.0)[None, :]
+    cos = tl.load(angles + at, mask=inside, other=0.0)
+    sin = tl.load(angles + HALF + at, mask=inside, other=0.0)
     let_next_start(PDL)
     after_previous(PDL)
-    a = tl.load(row + at[None, :], mask=live, other=0.0).to(tl.float32)
-    b = tl.load(row + HALF + at[None, :], mask=live, other=0.0).to(tl.float32)
-    if NORM:
-        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF)
-        inverse = tl.rsqrt(mean + eps)[:, None]
-        norm = tl.where(of_q, q_norm, k_norm)[:, None] + at[None, :]
-        first = a * inverse * tl.load(norm, mask=live, other=0.0)
-        second = b * inverse * tl.load(norm + HALF, mask=live, other=0.0)
-        a = tl.where(of_v[:, None], a, first.to(q.dtype.element_ty).to(tl.float32))
-        b = tl.where(of_v[:, None], b, second.to(q.dtype.element_ty).to(tl.float32))
-    first = tl.where(of_v[:, None], a, a * cos - b * sin).to(q.dtype.element_ty)
-    second = tl.where(of_v[:, None], b, b * cos + a * sin).to(q.dtype.element_ty)
-    tl.store(row + at[None, :], first, mask=live & of_q[:, None])
-    tl.store(row + HALF + at[None, :], second, mask=live & of_q[:, None])
-    if slot >= 0:
+    part = tl.program_id(1)
+    Q_PARTS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    order = tl.arange(0, HEADS)[:, None]
+    if part < Q_PARTS:
+        head = part * HEADS + order
+        live = (head < Q_HEADS) & inside
+        rows = q + token * q_token + head * q_head
+        first, second = turned(rows, live, cos, sin, q_norm, eps, HALF, NORM, WIDTH)
+        tl.store(rows + at, first, mask=live)
+        tl.store(rows + HALF + at, second, mask=live)
+    elif slot >= 0:
         block, offset = slot // SIZE, slot % SIZE
-        keys, values = live & ~(of_q | of_v)[:, None], live & of_v[:, None]
-        place = k_cache + block * k_block + offset * k_slot + (run * k_run)[:, None] + at[None, :]
-        tl.store(place, first.to(k_cache.dtype.element_ty), mask=keys)
-        tl.store(place + HALF, second.to(k_cache.dtype.element_ty), mask=keys)
-        place = v_cache + block * v_block + offset * v_slot + (run * v_run)[:, None] + at[None, :]
-        tl.store(place, first.to(v_cache.dtype.element_ty), mask=values)
-        tl.store(place + HALF, second.to(v_cache.dtype.element_ty), mask=values)
+        if part < Q_PARTS + KV_PARTS:
+            head = (part - Q_PARTS) * HEADS + order
+            live = (head < KV_HEADS) & inside
+            rows = k + token * k_token + head * k_head
+            first, second = turned(rows, live, cos, sin, k_norm, eps, HALF, NORM, WIDTH)
+            place = k_cache + block * k_block + head * k_run + offset * k_slot + at
+            tl.store(place, first.to(k_cache.dtype.element_ty), mask=live)
+            tl.store(place + HALF, second.to(k_cache.dtype.element_ty), mask=live)
+        else:
+            head = (part - Q_PARTS - KV_PARTS) * HEADS + order
+            live = (head < KV_HEADS) & inside
+            values = v + token * v_token + head * v_head + at
+            stored = v_cache + block * v_block + head * v_run + offset * v_slot + at
+            value = tl.load(values, mask=live, other=0.0)
+            tl.store(stored, value.to(v_cache.dtype.element_ty), mask=live)
+            value = tl.load(values + HALF, mask=live, other=0.0)
+            tl.store(stored + HALF, value.to(v_cache.dtype.element_ty), mask=live)
 
 
 @triton.jit
