@@ -58,5 +58,9 @@ def cache_dir() -> Path:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment for a child process: this one's, with `extra` put over it."""
-    return {**os.environ, **extra}
+    """The environment for a child process: this one's, with `extra` put over it.
+
+    PyTorch imports no vendor's package by itself there: it would take every one that is installed, whatever the
+    device, and end where one cannot be imported. The platform that needs one imports it and says what is wrong.
+    """
+    return {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **extra}

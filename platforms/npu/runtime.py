@@ -40,6 +40,6 @@ def register() -> None:
         import torch_npu  # noqa: F401  (its import registers both)
     except (ImportError, OSError) as error:
         raise RuntimeError(
-            f"torch_npu cannot be imported: {error}; is CANN's environment set ({versions.SOURCE}) and of the version "
-            "that torch_npu needs (headrace doctor shows them)?"
+            f"torch_npu cannot be imported ({error}): set CANN's environment ({versions.SOURCE}) and see in headrace "
+            "doctor whether its version is the one that torch_npu needs"
         ) from error

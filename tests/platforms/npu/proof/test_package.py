@@ -4,6 +4,9 @@ names of the runtime that the platform uses. The simulations of the other tests 
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from headrace.platforms.npu import versions
 from headrace.platforms.npu.platform import NpuPlatform
 from headrace.platforms.registry import unmet
+from tests.engine.tiny_models import make_tiny
 from tests.platforms.npu import kernels
 from tests.platforms.npu.schemas import SCHEMAS
 from tests.platforms.npu.simulated import SimulatedNpu
@@ -93,6 +97,40 @@ def test_what_the_runtime_sets():
     assert callable(torch_npu._C._weak_ref_tensor)
     assert torch.get_device_module("npu") is torch.npu
     assert "hccl" in torch.distributed.Backend.backend_list
+
+
+def without_cann(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where torch_npu is installed and CANN's libraries are not to be found."""
+    here = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    return subprocess.run([sys.executable, *command], env=here, capture_output=True, text=True)
+
+
+def test_without_cann_torch_itself_cannot_be_imported():
+    """Why child processes are told not to import vendors' packages."""
+    assert "torch_npu" in without_cann("-c", "import torch").stderr
+
+
+def test_without_cann_other_devices_still_serve(tmp_path):
+    make_tiny("llama", tmp_path)
+    script = (
+        "from headrace.cli.conformance.local_engine import LocalEngine, greedy\n"
+        "from headrace.platforms.cpu.platform import CpuPlatform\n"
+        f"with LocalEngine({str(tmp_path)!r}, CpuPlatform.probe()[0], worker='process') as engine:\n"
+        "    print('tokens', engine.run([[5, 6, 7]], greedy(3))[0].tokens)\n"
+    )
+    done = without_cann("-c", script)
+    assert "tokens [" in done.stdout, done.stderr[-2000:]
+
+
+def test_without_cann_the_device_says_what_to_do():
+    script = (
+        "from headrace.platforms.npu.platform import NpuPlatform\n"
+        "NpuPlatform().open(NpuPlatform.describe('910B'))\n"
+    )
+    here = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    here.pop("LD_LIBRARY_PATH")
+    done = subprocess.run([sys.executable, "-c", script], env=here, capture_output=True, text=True)
+    assert "set_env.sh" in done.stderr.strip().splitlines()[-1]
 
 
 def test_without_a_device_the_runtime_says_so():
