@@ -37,7 +37,7 @@ from headrace.platforms.platform import Platform
 from headrace.platforms.probe import load_platform
 from headrace.platforms.reference.checks import attention, experts, runtime, sampling
 from headrace.platforms.reference.checks.base import Make, NothingToCheck, OpCheck
-from headrace.platforms.reference.compare import cases_of, measure, tolerance_of
+from headrace.platforms.reference.compare import cases_of, measure, tolerance_of, truth_query
 from headrace.platforms.reference.queries import DTYPES, queries
 from headrace.platforms.registry import (
     REFERENCE,
@@ -107,7 +107,8 @@ class Bench:
             if any(known != op for known, _ in self._wanted):
                 self._wanted.clear()
             policy, registry = Policy(force={op: REFERENCE}), Registry.with_reference()
-            truth = Ops(registry, self.host_device, self.host, policy).bind(op, query)
+            plain = truth_query(CONTRACTS[op], query)
+            truth = Ops(registry, self.host_device, self.host, policy).bind(op, plain)
             cases = cases_of(CONTRACTS[op], query, self.host.device)
             self._wanted[op, query] = [case.run(truth) for case in cases]
         return self._wanted[op, query]

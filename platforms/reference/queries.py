@@ -43,6 +43,10 @@ def queries(op: str) -> list[Any]:
             sizes = [(576, 1536), (64, 96), (100, 7), (1, 1)]
             made += [LinearQuery(i, o, dtype, bias=b) for (i, o) in sizes for b in (False, True)]
             made.append(LinearQuery(64, 96, dtype, out_dtype="float32"))
+            if (
+                dtype == "bfloat16"
+            ):  # activations may be rounded to 8 bits: no dtype with more of them
+                made += [LinearQuery(*size, dtype, "Q4_0") for size in ((576, 1536), (64, 96))]
         elif op == "embedding":
             made += [EmbeddingQuery(300, 96, dtype, scale=scale) for scale in (1.0, 24.0)]
         elif op in ("rms_norm", "fused_add_rms_norm"):

@@ -7,7 +7,7 @@ import torch
 
 from headrace.platforms.ops import CONTRACTS, Ops
 from headrace.platforms.queries import EmbeddingQuery, LinearQuery
-from headrace.platforms.reference.compare import compare
+from headrace.platforms.reference.compare import compare, truth_query
 from headrace.platforms.reference.queries import queries
 from headrace.platforms.registry import REFERENCE, Policy, SelectionError
 from tests.contract.native_builds import TYPES, blocks, open_build, runnable, values
@@ -144,6 +144,7 @@ def test_contracts(native, op):
             continue
         served += 1
         device = torch.device("cpu")
-        result = compare(CONTRACTS[op], query, candidate, native(op, query, REFERENCE), device, 5)
+        truth = native(op, truth_query(CONTRACTS[op], query), REFERENCE)
+        result = compare(CONTRACTS[op], query, candidate, truth, device, 5)
         assert result.within, f"{query}: {result.case}, largest error {result.largest}"
     assert served
