@@ -115,7 +115,7 @@ class Report:
             return
         part = Path(f"{self._file}.part")
         try:
-            part.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")
+            part.write_text(_text(self.plain()), encoding="utf-8")
             os.replace(part, self._file)
         except OSError as error:
             raise CliError(
@@ -211,6 +211,13 @@ def best_verdict(found: ResolvedPlatform, op: str, name: str) -> tuple[str, tupl
         if row.status == "yes":
             break
     return best
+
+
+def _text(report: dict[str, Any]) -> str:
+    """JSON with a line for each result: they are many."""
+    results = ",\n  ".join(json.dumps(row) for row in report["results"])
+    head = json.dumps({**report, "results": []}, indent=1).removesuffix("[]\n}")
+    return f"{head}[\n  {results}\n ]\n}}\n"
 
 
 def number(excess: float) -> float | str | None:
