@@ -128,6 +128,7 @@ CONTRACTS: Mapping[str, OpContract] = {
             "PagedAttention (platforms/attention.py), selected by AttentionQuery.",
             _REDUCTION,
             "class",
+            {"window": 24},  # a window that the generated contexts exceed, or none
         ),
         _contract(
             "rms_norm",

@@ -7,7 +7,7 @@ import torch
 
 from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.ops import CONTRACTS, Ops, shrunk
-from headrace.platforms.queries import ActivationQuery, LinearQuery, SampleQuery
+from headrace.platforms.queries import ActivationQuery, AttentionQuery, LinearQuery, SampleQuery
 from headrace.platforms.reference import ops as reference
 from headrace.platforms.reference.linear import ReferenceLinear
 from headrace.platforms.registry import (
@@ -142,6 +142,9 @@ def test_self_tests_are_small():
     assert small == LinearQuery(1024, 512, "bfloat16", bias=True)
     assert shrunk(CONTRACTS["sample"], SampleQuery(262144, 64)) == SampleQuery(2048, 64)
     query = ActivationQuery(14336, "float32")
+    for window, small_window in ((4096, 24), (16, 16), (0, 0)):
+        attention = AttentionQuery(4, 2, 64, 64, "bfloat16", "bfloat16", 0.1, window=window)
+        assert shrunk(CONTRACTS["paged_attention"], attention).window == small_window
     assert shrunk(CONTRACTS["silu_and_mul"], query) == query
 
 
