@@ -215,9 +215,10 @@ def best_verdict(found: ResolvedPlatform, op: str, name: str) -> tuple[str, tupl
 
 def _text(report: dict[str, Any]) -> str:
     """JSON with a line for each result: they are many."""
-    results = ",\n  ".join(json.dumps(row) for row in report["results"])
-    head = json.dumps({**report, "results": []}, indent=1).removesuffix("[]\n}")
-    return f"{head}[\n  {results}\n ]\n}}\n"
+    rows = ",\n  ".join(json.dumps(row) for row in report["results"])
+    rest = {name: value for name, value in report.items() if name != "results"}
+    head = json.dumps(rest, indent=1).removesuffix("\n}")
+    return f'{head},\n "results": [\n  {rows}\n ]\n}}\n'
 
 
 def number(excess: float) -> float | str | None:
