@@ -1,10 +1,12 @@
 """How the shared kernels are launched on Intel's GPUs. Torch-free.
 
 A "warp" of Triton is a sub-group there: of 16 lanes in kernels whose products run on matrix units, of 32 in all others.
-The registers of a sub-group lie in one hardware thread, 8 KiB of them: products get so many sub-groups that sums take
-half of it at most. A stage is a prefetch into the cache, not a copy in local memory: two are enough. Which register
-file a kernel gets is left to Triton, which builds one that spills anew with the large one. None of it was measured: no
-such device was at hand. The kernels are compiled to SPIR-V with it (tests/platforms/xpu/prove.py).
+The registers of a sub-group lie in one hardware thread: 8 KiB, or 16 with the large file, which Triton gives to a kernel
+that spills. A sub-group of a product has eight rows, as many as one matrix instruction takes, and holds the whole other
+operand: so many keys, and so deep a part of an expert, that they take a quarter of the larger file. More keys spilled 15
+times as many registers in machine code for Data Center GPU Max (tests/platforms/xpu/spirv.py), and experts that now spill
+none spilled 50 to 190; heads of 256 spill with the fewest keys that there can be. A stage is a prefetch into the cache,
+not a copy in local memory: two are enough. Nothing was timed: no such device was at hand.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ LANES_PRODUCTS, LANES = 16, 32
 # Work items of a work group at most; with the large register file half as many fit.
 MOST_THREADS, MOST_THREADS_PRODUCTS = 1024, 512
 STAGES = 2
-SUMS = 1024  # float32 sums that one sub-group holds
+ROWS = 8  # of a product, for one sub-group
+KEY_NUMBERS, FEWEST_KEYS = 2048, 16  # of the keys that a product takes at once
+DEPTH = 32  # of an expert's weights that a product takes at once
 
 
 def kernel_options(
@@ -33,9 +37,13 @@ def kernel_options(
         most = MOST_THREADS_PRODUCTS if products else MOST_THREADS
         warps = threads // lanes
         if on_matrix_units:
-            sums = options["BLOCK_M"] * options.get("DV_PAD", options["BLOCK_N"])
-            warps = max(warps, sums // SUMS)
+            warps = max(warps, options["BLOCK_M"] // ROWS)
         changed["num_warps"] = max(min(warps, most // lanes), 1)
+    if on_matrix_units and kernel in ("prefill", "decode"):
+        keys = max(KEY_NUMBERS // options["D_PAD"], FEWEST_KEYS)
+        changed["BLOCK_N"] = min(options["BLOCK_N"], keys)
+    if on_matrix_units and "BLOCK_K" in options:
+        changed["BLOCK_K"] = min(options["BLOCK_K"], DEPTH)
     if products:
         changed["num_stages"] = min(options["num_stages"], STAGES)
     return changed

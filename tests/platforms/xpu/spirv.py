@@ -1,6 +1,7 @@
 """Compile every kernel variant that the engine can select to SPIR-V, without a device: needs the triton-xpu package,
-intel-sycl-rt and Level Zero's headers and loader. One line a variant; exit code 1 when one fails or lacks what it
-should have.
+intel-sycl-rt and Level Zero's headers and loader. Where Intel's offline compiler (ocloc) is installed and knows the
+device or one like it, machine code is made as well, and the registers that it spills are counted. One line a variant;
+exit code 1 when one fails or lacks what it should have.
 
     python -m tests.platforms.xpu.spirv bmg [part of a name]
 """
@@ -8,9 +9,13 @@ should have.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -24,6 +29,11 @@ KIB = 1024
 # KiB of local memory that one work group may have, and the widths of sub-groups
 LOCAL = {"pvc": 128, "bmg": 128, "ptl": 128, "lnl": 128, "dg2": 64, "arl": 64, "mtl": 64}
 SUB_GROUPS = {"pvc": [16, 32], "bmg": [16, 32], "ptl": [16, 32], "lnl": [16, 32]}
+# what ocloc is asked for; an older one than the device knows another with the same kinds of instructions
+ASSEMBLED = {"pvc": "pvc", "bmg": "pvc", "ptl": "pvc", "lnl": "pvc", "dg2": "dg2"}
+LARGE_REGISTER_FILE = "-cl-intel-256-GRF-per-thread"
+# Registers that a kernel may spill, about. Heads of 256 hold a quarter of the file for each of 8 rows of sums.
+MOST_SPILLED, MOST_SPILLED_WIDE = 64, 512
 MATRIX = "matrix_mad"  # in the name of the built-in function that becomes an instruction of the matrix units
 
 
@@ -85,6 +95,29 @@ def faults(made: Any, info: DeviceInfo) -> str:
     return ""
 
 
+def spilled(spirv: bytes, arch: str) -> int:
+    """Registers that machine code spills, about; as Triton does, a kernel that spills is built anew with the large
+    register file. -1 where ocloc is not here or knows no such device. CalledProcessError when it refuses the code."""
+    device = ASSEMBLED.get(arch)
+    if device is None or shutil.which("ocloc") is None:
+        return -1
+    count = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "kernel.spv")
+        source.write_bytes(spirv)
+        for options in ("", LARGE_REGISTER_FILE):
+            command = ["ocloc", "compile", "-file", str(source), "-spirv_input", "-device", device]
+            command += ["-out_dir", scratch, "-options", options]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError((done.stdout + done.stderr).strip().replace("\n", "; ")[-200:])
+            found = re.search(r"spilled around (\d+)", done.stdout + done.stderr)
+            count = int(found[1]) if found else 0
+            if not count:
+                break
+    return count
+
+
 def main(arch: str, part: str = "") -> int:
     info = XpuPlatform.describe(arch)
     target: Any = Target(info)
@@ -100,6 +133,10 @@ def main(arch: str, part: str = "") -> int:
             wrong = faults(made, info)
             facts = f"{made.metadata.num_warps:3} x {made.metadata.threads_per_warp} lanes"
             facts += f" {made.metadata.shared:6} local {len(made.asm['spv']):8} SPIR-V"
+            spills = spilled(made.asm["spv"], arch)
+            facts += f" {spills:5} spilled" if spills >= 0 else ""
+            most = MOST_SPILLED_WIDE if "x256" in variant.name else MOST_SPILLED
+            wrong = wrong or (f"more than {most} registers spilled" if spills > most else "")
         except Exception as error:  # one that does not compile is a finding, and so are the others
             wrong = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
             facts = "FAILED"

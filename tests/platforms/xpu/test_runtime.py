@@ -166,10 +166,11 @@ def test_nothing_of_another_vendor_is_touched(fake, monkeypatch):
 
 def test_launch_options(fake):
     query = AttentionQuery(32, 8, 128, 128, "bfloat16", "bfloat16", 0.1)
-    tile = {"BLOCK_M": 128, "BLOCK_N": 64, "DV_PAD": 128, "PRECISION": "tf32"}
+    tile = {"BLOCK_M": 128, "BLOCK_N": 64, "D_PAD": 128, "PRECISION": "tf32"}
     given = {**tile, "num_warps": 4, "num_stages": 3}
     change = opened().kernel_options("prefill", query, given)
-    assert change == {"num_warps": 16, "num_stages": 2}  # 128 x 128 sums over 16 sub-groups
+    # eight rows for a sub-group, and so few keys that they fit its registers
+    assert change == {"num_warps": 16, "num_stages": 2, "BLOCK_N": 16}
     exact = dataclasses.replace(query, dtype="float32")
     assert opened().kernel_options("prefill", exact, given)["num_warps"] == 4
     assert opened("mtl").kernel_options("prefill", query, given)["num_warps"] == 4
