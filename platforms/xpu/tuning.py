@@ -1,12 +1,13 @@
 """How the shared kernels are launched on Intel's GPUs. Torch-free.
 
-A "warp" of Triton is a sub-group there: of 16 lanes in kernels whose products run on matrix units, of 32 in all others.
-The registers of a sub-group lie in one hardware thread: 8 KiB, or 16 with the large file, which Triton gives to a kernel
-that spills. A sub-group of a product has eight rows, as many as one matrix instruction takes, and holds the whole other
-operand: so many keys, and so deep a part of an expert, that they take a quarter of the larger file. More keys spilled 15
-times as many registers in machine code for Data Center GPU Max (tests/platforms/xpu/spirv.py), and experts that now spill
-none spilled 50 to 190; heads of 256 spill with the fewest keys that there can be. A stage is a prefetch into the cache,
-not a copy in local memory: two are enough. Nothing was timed: no such device was at hand.
+A "warp" of Triton is a sub-group there: of 16 lanes in kernels whose products run on matrix units, of 32 in all
+others. The registers of a sub-group lie in one hardware thread: 8 KiB, or 16 with the large file, which Triton gives
+to a kernel that spills. A sub-group of a product has eight rows, as many as one matrix instruction takes, and holds
+the whole other operand: so many keys, and so deep a part of an expert, that they take a quarter of the larger file.
+More keys spilled 15 times as many registers in machine code for Data Center GPU Max (tests/platforms/xpu/spirv.py),
+and experts that now spill none spilled 50 to 190; heads of 256 spill with the fewest keys that there can be. A stage
+is a prefetch into the cache, not a copy in local memory: two are enough. Nothing was timed: no such device was at
+hand.
 """
 
 from __future__ import annotations
