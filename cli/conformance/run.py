@@ -56,8 +56,12 @@ def run(device: str, only: Sequence[str], file: str, limit: float) -> None:
     report.save()  # whether the file can be written is known before the work
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(f"{found.device.spec}: {found.device.name}, {found.device.arch}", highlight=False)
-    with Progress() as progress:
-        Session(found, list(only), limit, report, progress.update).run()
+    try:
+        with Progress() as progress:
+            Session(found, list(only), limit, report, progress.update).run()
+    except BaseException:  # Ctrl-C among them: what is known is kept
+        report.save()
+        raise
     report.show(console)
     if report.failed:
         raise SystemExit(RUNTIME)
@@ -126,7 +130,6 @@ class Session:
                     self._limit if current >= 0 else max(START_SECONDS, self._limit)
                 )
                 if message is None and not ready:
-                    self._report.save()
                     how = f"{self._found.device.spec} cannot be tested: {child.end()}"
                     raise CliError(how, RUNTIME)
                 if message is None:
