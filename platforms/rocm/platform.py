@@ -14,6 +14,7 @@ from headrace.platforms.triton import rows
 
 # Architectures on which the contract tests were run by the project: none so far.
 VERIFIED: frozenset[str] = frozenset()
+NOT_SERVED = "none of the generations that are served (CDNA 1 to 4, RDNA 2 to 4)"
 
 
 class RocmPlatform(Platform):
@@ -50,7 +51,13 @@ class RocmPlatform(Platform):
                 notes = (f"HSA_OVERRIDE_GFX_VERSION makes this {device.arch} pass for {arch}",)
             shape = (index, device.name, arch, device.memory, device.units)
             devices.append(_info(*shape, versions=versions, notes=notes))
-        return devices
+        served = [device for device in devices if hardware.family(device.arch)]
+        if devices and not served:
+            archs = ", ".join(dict.fromkeys(device.arch for device in devices))
+            raise RuntimeError(f"{archs}: {NOT_SERVED}")
+        # A processor's small integrated device is not the one that is meant when there is another.
+        largest = max((device.memory for device in served), default=0)
+        return sorted(served, key=lambda device: device.memory < largest // 2)
 
     @classmethod
     def describe(cls, arch: str) -> DeviceInfo:
@@ -100,8 +107,7 @@ class RocmPlatform(Platform):
             text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
             problems.append(Problem("error", text + ", ".join(device.dtypes)))
         if not hardware.family(device.arch):
-            text = f"{device.arch} is none of the generations that are served (CDNA 1 to 4, RDNA 2 to 4)"
-            problems.append(Problem("error", f"{text}; use --device cpu"))
+            problems.append(Problem("error", f"{device.arch}: {NOT_SERVED}; use --device cpu"))
         # a described device has no versions: what is installed here says nothing about it
         if device.versions and not hardware.version_of(*hardware.TRITON_NAMES):
             text = "triton is not installed here: without it every op runs unfused in PyTorch; install the one that "

@@ -154,6 +154,22 @@ def test_probe(machine, monkeypatch):
     assert device == probe._device(dataclasses.asdict(device))  # it survives the way to a parent
 
 
+def test_the_device_that_is_meant_comes_first(machine, monkeypatch):
+    """Indices are HIP's; a device that is not served is passed over, a small integrated one comes last."""
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("HSA_OVERRIDE_GFX_VERSION", raising=False)
+    monkeypatch.setattr(hardware, "torch_hip", lambda: "6.4")
+    old = {**MI300, "gfx_target_version": 90012}
+    machine.node(old, GIB)
+    with pytest.raises(RuntimeError, match="gfx90c: none of the generations"):
+        RocmPlatform.probe()
+    machine.node({**NAVI31, "gfx_target_version": 100306}, GIB // 2)
+    machine.node(NAVI31, 24 * GIB)
+    machine.node(NAVI31, 20 * GIB)
+    assert [device.spec for device in RocmPlatform.probe()] == ["rocm:2", "rocm:3", "rocm:1"]
+
+
 @pytest.mark.parametrize(
     ("version", "arch"),
     [
