@@ -94,10 +94,14 @@ def caption(data: Result) -> str:
     rounds = {max(len(v) for v in result["rounds"].values()) for result in data["results"]}
     commits = sorted({result["commit"][:7] for result in data["results"]})
     counts = "-".join(str(count) for count in sorted({min(rounds), max(rounds)}))
-    machine = data["machine"]
+    busy = max(share for result in data["results"] for share in result["busy_percent"])
+    machine, short = (
+        data["machine"],
+        "short loads, no figures; " if data["arguments"]["quick"] else "",
+    )
     return (
         f"{machine['cpu']}, {machine['usable_cpus']} cores; medians, rounds in turns: {counts}; "
-        f"commit {', '.join(commits)}"
+        f"{short}busy before a round: at most {busy:.0f} %; commit {', '.join(commits)}"
     )
 
 
