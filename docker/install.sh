@@ -66,7 +66,8 @@ torch)
 headrace)
     constrain "$2/constraints.txt"
     before=$(torch_of "$place/bin/python")
-    "$place/bin/python" -m pip install -c "$constraints" "$2"
+    # without the debugging symbols that Python's own flags ask for
+    CFLAGS="${CFLAGS-} -g0" "$place/bin/python" -m pip install -c "$constraints" "$2"
     after=$(torch_of "$place/bin/python")
     if [ "$before" != "$after" ]; then
         say "torch $before became $after; it must stay"
