@@ -13,14 +13,20 @@ from tests.platforms.triton.test_interpreter import ROOT, missing
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1100"])
 @pytest.mark.parametrize(
-    ("group", "dtype"),
+    ("arch", "group", "dtype"),
     [
-        ("rows", "float16"),
-        ("attention", "float32"),
-        ("attention", "float16"),
-        ("experts", "float16"),
+        *(
+            (arch, group, dtype)
+            for arch in ("gfx942", "gfx1100")
+            for group, dtype in (
+                ("rows", "float16"),
+                ("attention", "float32"),
+                ("attention", "float16"),
+                ("experts", "float16"),
+            )
+        ),
+        ("gfx942", "aiter", "float16"),
     ],
 )
 @pytest.mark.timeout(1200)
