@@ -5,7 +5,7 @@
 1. Calls to Intel's extension for PyTorch 2.8.0 run on its own CPU kernels and agree with the reference (on_cpu.py).
 2. Every Triton kernel that the engine selects compiles to SPIR-V by triton-xpu 3.3.0b1 (spirv.py), for GPUs with
    two-dimensional block loads (bmg, and the same for pvc, lnl and ptl), without (dg2; arl) and without matrix units
-   (mtl).
+   (mtl). Where ocloc is installed (Debian: intel-opencl-icd), machine code is made of it and spills are bounded.
 
 Needs Python 3.11 or another that those packages have wheels for, gcc and g++, 5 GB of disk, a package registry and, for
 the second, Level Zero's headers and loader (Debian: apt install libze-dev). Exit code 0 when all of it passed.

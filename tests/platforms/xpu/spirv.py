@@ -33,7 +33,7 @@ SUB_GROUPS = {"pvc": [16, 32], "bmg": [16, 32], "ptl": [16, 32], "lnl": [16, 32]
 ASSEMBLED = {"pvc": "pvc", "bmg": "pvc", "ptl": "pvc", "lnl": "pvc", "dg2": "dg2"}
 LARGE_REGISTER_FILE = "-cl-intel-256-GRF-per-thread"
 # Registers that a kernel may spill, about. Heads of 256 hold a quarter of the file for each of 8 rows of sums.
-MOST_SPILLED, MOST_SPILLED_WIDE = 64, 512
+MOST_SPILLED, MOST_SPILLED_WIDE = 96, 640
 MATRIX = "matrix_mad"  # in the name of the built-in function that becomes an instruction of the matrix units
 
 
