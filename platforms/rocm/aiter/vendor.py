@@ -1,13 +1,14 @@
 """The functions of AITER that are called here, each by the places where releases of the package have it.
 
-Importing AITER compiles parts of it for the device at hand and may fail in any way while it does: every failure is an
-ImportError, which makes the selection go on to the next implementation.
+AITER compiles its kernels for the device at hand, some when it is imported and each of the others when it is first
+called, and leaves the process (SystemExit) when that fails. Here a failed import is an ImportError and a failed call a
+RuntimeError, so that the selection, or the self-test before it, goes on to the next implementation.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,9 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 @cache
 def find(name: str) -> Any:
     """The function or class of that name. ImportError with all places when it is in none."""
+    reason = _broken()
+    if reason:
+        raise ImportError(f"AITER cannot be imported ({reason})")
     failures = []
     for place in PLACES[name]:
         module, _, path = place.partition(":")
@@ -41,7 +45,34 @@ def find(name: str) -> Any:
             found: Any = importlib.import_module(module)
             for part in path.split("."):
                 found = getattr(found, part)
-            return found
-        except Exception as error:  # the package runs compilers while it is imported
+        except (Exception, SystemExit) as error:
             failures.append(f"{place}: {type(error).__name__}: {error}")
+        else:
+            return found if isinstance(found, type) else _guarded(name, found)
     raise ImportError(f"AITER's {name} cannot be loaded ({'; '.join(failures)})")
+
+
+@cache
+def _broken() -> str:
+    """Why the package cannot be imported, "" when it can: trying takes its time, so once is enough."""
+    try:
+        importlib.import_module("aiter")
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def forget() -> None:
+    """What was found; for tests."""
+    find.cache_clear()
+    _broken.cache_clear()
+
+
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except SystemExit as error:
+            raise RuntimeError(f"AITER could not build {name}: {error}") from error
+
+    return call

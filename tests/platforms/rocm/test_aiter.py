@@ -3,6 +3,7 @@ signatures (aiter_facts.json), and a stand-in that computes as the reference doe
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 
 from headrace.platforms.attention import PagedAttention
 from headrace.platforms.graph import GraphSupport
-from headrace.platforms.ops import CONTRACTS
+from headrace.platforms.ops import CONTRACTS, Ops
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
@@ -61,7 +62,7 @@ def queries(dtype: str) -> list[tuple[str, Any]]:
 @pytest.fixture(params=FACTS, ids=lambda entry: entry["version"][:12])
 def calls(request, monkeypatch):
     counter = fake_aiter.install(monkeypatch, request.param)
-    vendor.find.cache_clear()
+    vendor.forget()
     monkeypatch.setitem(sys.modules, "headrace.platforms.triton.attention", _shared_attention())
     monkeypatch.delitem(sys.modules, "headrace.platforms.rocm.aiter.attention", raising=False)
     threads = torch.get_num_threads()
@@ -69,7 +70,7 @@ def calls(request, monkeypatch):
     yield counter
     torch.set_num_threads(threads)
     sys.modules.pop("headrace.platforms.rocm.aiter.attention", None)
-    vendor.find.cache_clear()
+    vendor.forget()
 
 
 def _shared_attention() -> ModuleType:
@@ -158,16 +159,45 @@ def test_weights_of_another_dtype_are_rounded_once(calls):
     assert not len(op._rounded)
 
 
-def test_a_package_that_cannot_be_imported_is_the_reason(monkeypatch):
-    """Whatever its compilers throw: the selection goes on to the next implementation."""
-    for name in [one for one in sys.modules if one == "aiter" or one.startswith("aiter.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(
-        vendor.importlib, "import_module", lambda name: (_ for _ in ()).throw(RuntimeError("hipcc"))
+@pytest.mark.parametrize("error", [RuntimeError("hipcc"), SystemExit("hipcc")])
+def test_a_package_that_cannot_be_imported_is_the_reason(monkeypatch, error):
+    """Whatever its compilers throw, and once: the selection goes on to the next implementation."""
+    tried = []
+
+    def refuse(name: str) -> None:
+        tried.append(name)
+        raise error
+
+    monkeypatch.setattr(vendor.importlib, "import_module", refuse)
+    vendor.forget()
+    for name in ("rms_norm", "fused_moe"):
+        with pytest.raises(
+            ImportError, match=rf"cannot be imported \({type(error).__name__}: hipcc"
+        ):
+            vendor.find(name)
+    assert tried == ["aiter"]
+    vendor.forget()
+
+
+def test_a_kernel_that_cannot_be_built_fails_its_self_test(calls, monkeypatch):
+    """AITER ends the process then; the engine takes the next implementation instead."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise SystemExit("build failed")
+
+    monkeypatch.setattr(sys.modules["aiter"], "silu_and_mul", refuse)
+    here = [dataclasses.replace(row, requires=()) for row in rows.implementations("rocm", known)]
+    runtime: Any = SimpleNamespace(info=MI300, device=CPU)
+    ops = Ops(Registry.with_reference(here), MI300, runtime)
+    assert ops.bind("silu_and_mul", ActivationQuery(64, "bfloat16"))(
+        torch.ones(1, 128).bfloat16()
+    ).shape == (1, 64)
+    (decision,) = ops.report.decisions
+    assert decision.chosen == "reference"
+    reason = next(row.reasons[0] for row in decision.candidates if row.name == "aiter")
+    assert reason == (
+        "self-test failed (RuntimeError: AITER could not build silu_and_mul: build failed)"
     )
-    vendor.find.cache_clear()
-    with pytest.raises(ImportError, match=r"rms_norm cannot be loaded .*RuntimeError: hipcc"):
-        vendor.find("rms_norm")
 
 
 def test_verdicts():

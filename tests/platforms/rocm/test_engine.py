@@ -40,7 +40,7 @@ def described(monkeypatch):
     """An MI300X that computes on this machine's processor, with AITER alone."""
     device = dataclasses.replace(RocmPlatform.describe("gfx942"), memory=8 << 30)
     calls = fake_aiter.install(monkeypatch, load()[0])
-    vendor.find.cache_clear()
+    vendor.forget()
     monkeypatch.setitem(sys.modules, "headrace.platforms.triton.attention", _shared_attention())
     monkeypatch.delitem(sys.modules, "headrace.platforms.rocm.aiter.attention", raising=False)
     here = [dataclasses.replace(row, requires=()) for row in rows.implementations("rocm", known)]
@@ -58,7 +58,7 @@ def described(monkeypatch):
     yield device, calls, here
     torch.set_num_threads(threads)
     sys.modules.pop("headrace.platforms.rocm.aiter.attention", None)
-    vendor.find.cache_clear()
+    vendor.forget()
 
 
 @pytest.mark.parametrize("name", MODELS)
