@@ -35,7 +35,7 @@ MOST_NUMBERS = 2**31 - 1  # of one cache: the op counts its elements in 32 bits
 
 @dataclass(slots=True)
 class Plan:
-    slots: torch.Tensor  # [T] int64, padding included: every one a slot of its own
+    slots: torch.Tensor  # [T] int64, none to be skipped
     table: torch.Tensor  # [B, P] int32
     query_ends: list[int]  # [B] tokens up to the end of each request's queries; the last is T
     seq_lens: list[int]  # [B]
@@ -49,6 +49,7 @@ class FusedInferAttention(PagedAttention):
         super().__init__(query, runtime)
         ones = torch.ones(MASK, MASK, dtype=torch.int8, device=runtime.device)
         self._mask = ones.triu_(1)
+        self._spare = torch.empty(0, dtype=torch.int64, device=runtime.device)
         self._rules: dict[str, Any] = {
             "num_heads": query.q_heads,
             "num_key_value_heads": query.kv_heads,
@@ -75,20 +76,17 @@ class FusedInferAttention(PagedAttention):
         )
 
     def _slots(self, batch: BatchView, group: int, static: Any | None) -> torch.Tensor:
-        """The batch's slots, where padding writes into the dummy block: the scatter knows no slot to skip, and wants
-        slots that differ."""
+        """The batch's slots, where tokens to be skipped go into the dummy block: the scatter knows no slot to skip, and
+        wants slots that differ."""
         slots = batch.slot_mappings[group]
-        padding = len(slots) - batch.num_tokens
-        if static is None and not padding:
-            return slots
+        if len(self._spare) < len(slots):
+            spare = torch.arange(len(slots), device=slots.device)
+            self._spare = spare.remainder_(BLOCK_SIZES[0])
+        filled = torch.where(slots < 0, self._spare[: len(slots)], slots)
         if static is None:
-            filled = slots.clone()
-        else:
-            filled = static.get("slots", (len(slots),), torch.int64).copy_(slots)
-        if padding:
-            spare = torch.arange(padding, device=slots.device)
-            filled[batch.num_tokens :] = spare.remainder_(batch.block_size)
-        return filled
+            return filled
+        fixed: torch.Tensor = static.get("slots", (len(slots),), torch.int64).copy_(filled)
+        return fixed
 
     def write(
         self,

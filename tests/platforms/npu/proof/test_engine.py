@@ -44,10 +44,18 @@ def tiny(request, tmp_path_factory) -> tuple[Tiny, Path]:
     return made, folder
 
 
+class Untouched:
+    """In place of torch.cuda: shared code that names another device's module shows."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"torch.cuda.{name} on an NPU")
+
+
 @pytest.fixture
 def engine(npu, monkeypatch):
     """A function that makes an engine. Without graphs every step is launched op by op."""
     kernels.register()
+    monkeypatch.setattr(torch, "cuda", Untouched())
     monkeypatch.setattr(NpuPlatform, "open", lambda self, device: SimulatedRuntime(device))
 
     def make(folder: Path, graphs: bool = True, **settings: Any) -> LocalEngine:
