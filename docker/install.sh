@@ -46,8 +46,9 @@ for path in sys.path:
 
 case "$1" in
 torch)
-    index=${2-}
-    shift 2 || shift
+    shift
+    index=${1-}
+    [ $# -eq 0 ] || shift
     environment
     found=$(torch_of "$place/bin/python")
     constrain constraints.txt

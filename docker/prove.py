@@ -284,7 +284,8 @@ def torch_stays(buildah: Buildah) -> None:
     stand_in.write_text(STAND_IN_FILE)
     empty = buildah.work / "empty"
     empty.mkdir(exist_ok=True)
-    buildah.build(STAND_IN, stand_in, context=empty)
+    if not buildah.has(STAND_IN):
+        buildah.build(STAND_IN, stand_in, context=empty)
     for platform in ("cuda", "rocm"):
         name = f"localhost/headrace:{platform}-stand-in"
         file = HERE / f"{platform}.Dockerfile"
