@@ -85,9 +85,9 @@ def features_of(arch: str) -> frozenset[str]:
 
     "bf16": computes in bfloat16; "fused_attention": the fused attention reads paged KV; "routing": the ops that sort
     tokens by expert and put them back; "rotary_mul": the rotary op of any head size; "add_norm": the fused addition and
-    norm; "geglu": the gated GELU.
+    norm; "geglu": the gated GELU; "search": finds places in sorted rows, as sampling does.
     """
-    newer = {"bf16", "fused_attention", "routing", "rotary_mul", "add_norm", "geglu"}
+    newer = {"bf16", "fused_attention", "routing", "rotary_mul", "add_norm", "geglu", "search"}
     return frozenset(newer if arch in ("910B", "910C") else ())
 
 

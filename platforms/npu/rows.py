@@ -127,6 +127,13 @@ def _experts(query: Any, device: DeviceInfo, check: Check) -> Check:
     return check.need(widest < WIDEST_GROUPED, f"rows of {widest} reach {WIDEST_GROUPED}")
 
 
+def _host_sample(query: Any, device: DeviceInfo) -> Verdict:
+    """Not a matter of doubt: it is the reference on the CPU, and the reference on such a device could not judge it."""
+    searches = "search" in device.features
+    check = Check().need(not searches, f"{device.arch} samples by itself, which is quicker")
+    return check.note(f"on the CPU: {device.arch} cannot search in sorted rows").verdict()
+
+
 def implementations(source: str = "npu") -> list[Implementation]:
     """All rows."""
 
@@ -150,6 +157,8 @@ def implementations(source: str = "npu") -> list[Implementation]:
         ("topk_softmax", TORCH_NPU, "experts:GatingTopKSoftmax", 50, _router),
         ("fused_experts", TORCH_NPU, "experts:GroupedExperts", 50, _experts),
     )
+    table = [(op, name, target, rank, verdict(judge)) for op, name, target, rank, judge in rows]
+    table.append(("sample", "host", "sampling:HostSample", 10, _host_sample))
     return [
         Implementation(
             op,
@@ -157,11 +166,11 @@ def implementations(source: str = "npu") -> list[Implementation]:
             f"{home}.{target}",
             rank=rank,
             requires=(Requirement("torch-npu", ">=2.9"),),
-            supports=verdict(judge),
+            supports=supports,
             source=source,
             per_query=True,
         )
-        for op, name, target, rank, judge in rows
+        for op, name, target, rank, supports in table
     ]
 
 

@@ -18,6 +18,7 @@ from headrace.platforms.queries import (
     ExpertsQuery,
     LinearQuery,
     RotaryQuery,
+    SampleQuery,
 )
 from headrace.platforms.registry import Policy, Registry, SelectionError, select
 from tests.platforms.npu.samples import A2, A3, DUO, Machine
@@ -234,6 +235,12 @@ def test_nothing_is_called_verified_that_never_ran(arch):
     decision = choose("rms_norm", SimpleNamespace(hidden=64, dtype="float16"), arch)
     row = next(row for row in decision.candidates if row.name == "torch_npu")
     assert decision.chosen == "torch_npu" and row.status == "unverified"
+
+
+def test_sampling_is_left_to_the_host_where_the_device_cannot():
+    query = SampleQuery(1000, 8)
+    assert choose("sample", query, "310P").chosen == "host"
+    assert choose("sample", query, "910B").chosen == "reference"
 
 
 def test_an_unknown_architecture_is_answered_with_the_known_ones():
