@@ -17,8 +17,9 @@ NAME = "aiter"
 # Architectures that AITER brings tuned kernels for.
 ARCHS = ("gfx942", "gfx950")
 HALVES = ("bfloat16", "float16")
-# The block sizes that its attention has tiles for.
-BLOCK_SIZES = (16, 32, 64, 128)
+# The block sizes that its attention is used with: for decodes a tile is a block, and three stages of larger ones fill
+# the shared memory of a gfx942.
+BLOCK_SIZES = (16, 32)
 # What a thread block of its gating kernel sorts.
 MOST_EXPERTS = 256
 
