@@ -27,7 +27,7 @@ from headrace.engine.workers.start import make_executor
 from headrace.platforms.device import DeviceInfo
 
 CACHE_BYTES = 64 << 20
-STEP_SECONDS = 60.0
+STEP_SECONDS = 240.0  # a first step may compile kernels
 
 
 def config_for(model: Path | str, **settings: Any) -> EngineConfig:

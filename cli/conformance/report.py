@@ -146,6 +146,8 @@ class Report:
         self._complete = len(self._results) == self._expected
         self.save()
         console.print(self._table())
+        for why, names in self._reasons().items():
+            console.print(Text(f"{', '.join(names)}: {why}", style="dim"), soft_wrap=True)
         rows = self._rows.values()
         for row in rows:
             if row.failure:
@@ -161,21 +163,28 @@ class Report:
         if self._file:
             console.print(f"report: {self._file}", highlight=False, soft_wrap=True)
 
+    def _reasons(self) -> dict[str, list[str]]:
+        """Reasons of verdicts, and why nothing at all was tested -> the rows that have them."""
+        found: dict[str, list[str]] = {}
+        for row in self._rows.values():
+            why = "; ".join(row.reasons)
+            if not why and not row.passed and not row.failed:
+                why = next(iter(row.why_skipped), "")
+            if why:
+                found.setdefault(why, []).append(f"{row.op} {row.implementation}".strip())
+        return found
+
     def _table(self) -> Table:
-        """A line for each implementation; failures are told below it, whole."""
+        """A line for each implementation; reasons and failures are told below it, whole."""
         table = Table(caption="error: the largest, as a multiple of what the contract tolerates")
         for name in ("op", "implementation", "verdict"):
             table.add_column(name, no_wrap=True)
         for name in ("passed", "failed", "skipped", "error"):
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("why", ratio=1)
         last = ""
         for row in self._rows.values():
             if row.op != last:
                 table.add_section()
-            why = "; ".join(row.reasons)
-            if not why and not row.passed:
-                why = next(iter(row.why_skipped), "")
             table.add_row(
                 row.op if row.op != last else "",
                 row.implementation,
@@ -184,7 +193,6 @@ class Report:
                 Text(str(row.failed), style="bold red" if row.failed else ""),
                 str(row.skipped),
                 "" if row.excess < 0 else f"{row.excess:.2g}",
-                Text(why, style="dim"),
             )
             last = row.op
         return table

@@ -41,7 +41,6 @@ from headrace.platforms.ops import CONTRACTS
 from headrace.platforms.probe import PlatformError, ResolvedPlatform, resolve_device
 
 START_SECONDS = 300.0  # until the first message: libraries are imported, a device is opened
-WIDTH = 140  # of the table where the output is no terminal
 MOST_CRASHES = 3  # of one implementation; the rest of its tests is not run
 
 
@@ -54,7 +53,7 @@ def run(device: str, only: Sequence[str], file: str, limit: float) -> None:
     _refuse_unknown(only, found)
     report = Report(found, only, file)
     report.save()  # whether the file can be written is known before the work
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console()
     console.print(f"{found.device.spec}: {found.device.name}, {found.device.arch}", highlight=False)
     try:
         with Progress() as progress:

@@ -91,7 +91,7 @@ def conformance(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_broken_implementation_costs_nothing_but_its_own_tests(brittle, tmp_path):
-    args = ("--device", "brittle", "--op", "silu_and_mul", "--time-limit", "4")
+    args = ("--device", "brittle", "--op", "silu_and_mul", "--time-limit", "10")
     done = conformance(*args, "--json", "report.json", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -121,7 +121,7 @@ def test_a_broken_implementation_costs_nothing_but_its_own_tests(brittle, tmp_pa
 
     hangs = rows["hangs"]
     assert (hangs["passed"], hangs["failed"]) == (cases - 3, 1)
-    assert "T=5: no answer within 4 s" in hangs["first_failure"]
+    assert "T=5: no answer within 10 s" in hangs["first_failure"]
 
     assert "brittle has no 'gone'" in rows["gone"]["first_failure"]
     assert (rows["missing"]["verdict"], rows["missing"]["failed"]) == ("no", 0)
