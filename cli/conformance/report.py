@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -176,7 +177,8 @@ class Report:
 
     def _table(self) -> Table:
         """A line for each implementation; reasons and failures are told below it, whole."""
-        table = Table(caption="error: the largest, as a multiple of what the contract tolerates")
+        caption = "error: the largest, as a multiple of what the contract tolerates"
+        table = Table(caption=caption, box=box.SIMPLE_HEAD)  # narrow: it has to fit 80 columns
         for name in ("op", "implementation", "verdict"):
             table.add_column(name, no_wrap=True)
         for name in ("passed", "failed", "skipped", "error"):
