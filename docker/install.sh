@@ -23,25 +23,30 @@ constrain() {
     fi
 }
 
-# The base's packages come last on the path. A plain --system-site-packages would miss them where the base's Python is
-# itself a virtual environment.
-environment() {
-    if python3 -c 'import ensurepip' 2>/dev/null; then
-        python3 -m venv "$place"
-    else
-        python3 -m venv --without-pip "$place"
-    fi
-    target=$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# Names the base's packages to the environment's Python: they come last on its path. A plain --system-site-packages
+# would miss them where the base's Python is itself a virtual environment.
+see_base() {
     python3 -c '
 import sys
 for path in sys.path:
     if path.endswith(("site-packages", "dist-packages")):
         print(f"import site; site.addsitedir({path!r})")
-' > "$target/base-image.pth"
-    "$place/bin/python" -m pip --version >/dev/null || {
+' > "$(packages)/base-image.pth"
+}
+
+packages() { "$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+environment() {
+    if python3 -c 'import ensurepip' 2>/dev/null; then
+        python3 -m venv "$place"
+    elif python3 -m pip --version >/dev/null; then
+        python3 -m venv --without-pip "$place"
+        python3 -m pip --python "$place/bin/python" install pip
+    else
         say "$(python3 --version) of the base image has neither ensurepip nor pip: install python3-venv there"
         exit 1
-    }
+    fi
+    see_base
 }
 
 case "$1" in
@@ -67,8 +72,12 @@ torch)
 headrace)
     constrain "$2/constraints.txt"
     before=$(torch_of "$place/bin/python")
-    # without the debugging symbols that Python's own flags ask for
-    CFLAGS="${CFLAGS-} -g0" "$place/bin/python" -m pip install -c "$constraints" "$2"
+    # -g0: without the debugging symbols that Python's own flags ask for. Built while the base is out of sight: its
+    # setuptools may be too old and would be found before the one that pip fetches for the build.
+    rm "$(packages)/base-image.pth"
+    CFLAGS="${CFLAGS-} -g0" "$place/bin/python" -m pip wheel --no-deps --wheel-dir wheels "$2"
+    see_base
+    "$place/bin/python" -m pip install -c "$constraints" wheels/headrace-*.whl
     after=$(torch_of "$place/bin/python")
     if [ "$before" != "$after" ]; then
         say "torch $before became $after; it must stay"

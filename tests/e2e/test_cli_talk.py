@@ -187,8 +187,10 @@ def test_plot_needs_matplotlib_and_says_so_before_it_measures() -> None:
     assert done.stderr.strip() == "headrace: --plot needs matplotlib: pip install 'headrace[plot]'"
 
 
-def test_a_model_is_served_for_one_command(smollm2_gguf: Path) -> None:
-    before = set(psutil.pids())
+def test_a_model_is_served_for_one_command(
+    smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_TEST_MARK", str(tmp_path))  # its children have it, too
     done = headrace(
         "complete",
         "Once",
@@ -204,12 +206,12 @@ def test_a_model_is_served_for_one_command(smollm2_gguf: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["model"] == "fox" and answer["usage"]["completion_tokens"] == 3
     assert done.stderr == ""
-    assert not [p for p in set(psutil.pids()) - before if _is_headrace(p)]
+    assert not [process for process in psutil.process_iter() if _is_marked(process, tmp_path)]
 
 
-def _is_headrace(pid: int) -> bool:
+def _is_marked(process: psutil.Process, mark: Path) -> bool:
     try:
-        return "headrace" in " ".join(psutil.Process(pid).cmdline())
+        return process.environ().get("HEADRACE_TEST_MARK") == str(mark)
     except psutil.Error:
         return False
 

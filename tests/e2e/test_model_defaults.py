@@ -17,7 +17,7 @@ from tests.e2e.live_server import LiveServer, live_server
 pytestmark = pytest.mark.model
 
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of France? Answer in one sentence.",
     "What is gravity?",
     "How many days has a week?",
     "Name three colours.",
