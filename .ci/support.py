@@ -42,8 +42,8 @@ HEAD = """# What runs where
 Made by `python .ci/support.py` from the verdicts of every implementation on every described device; do not edit.
 
 - **name**: a native implementation, on an architecture on which the project ran it ("Where it was run", below)
-- name: a native implementation that is used without such a run: PyTorch's own operators, or a build for older
-  processors that was run on a newer one
+- name: an implementation that is used without such a run: PyTorch's own operators, the host's kernels, or a build for
+  older processors that was run on a newer one
 - name?: a native implementation that the project never ran on such hardware; at start it must agree with the reference
   on generated inputs, or the reference serves
 - reference: plain PyTorch on the device

@@ -178,7 +178,9 @@ class Report:
     def _table(self) -> Table:
         """A line for each implementation; reasons and failures are told below it, whole."""
         caption = "error: the largest, as a multiple of what the contract tolerates"
-        table = Table(caption=caption, box=box.SIMPLE_HEAD)  # narrow: it has to fit 80 columns
+        table = Table(
+            caption=caption, box=box.SIMPLE_HEAD, padding=0
+        )  # narrow: it has to fit 80 columns
         for name in ("op", "implementation", "verdict"):
             table.add_column(name, no_wrap=True)
         for name in ("passed", "failed", "skipped", "error"):
