@@ -63,7 +63,8 @@ class PagedAttention(ABC):
         """Scatter k, v [T, Hkv, D] into the caches [P, Hkv, S, D] at the plan's slots. Capturable.
 
         int8 caches are [P, Hkv, S, D + 4] (kv_layout.SCALE_BYTES): round(x / scale) to even with scale = max|x| / 127
-        of the row, then the scale. A row with a number that is not finite gets the scale NaN.
+        of the row, then the scale. A row with a number that is not finite gets the scale NaN. fp8_e4m3 caches hold
+        the numbers themselves, rounded to the nearest even and at most 448 in size; NaN stays NaN.
         """
 
     def turns(self, rotary: RotaryQuery) -> bool:

@@ -307,6 +307,8 @@ _MEMORY_FLAGS = (
             "bfloat16",
             "float16",
             "int8",
+            "fp8_e4m3",
+            fp8="fp8_e4m3",
             fp32="float32",
             bf16="bfloat16",
             fp16="float16",

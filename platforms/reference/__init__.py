@@ -8,7 +8,7 @@ from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import REFERENCE, Check, Implementation, Verdict
 
 FLOATS = ("float32", "bfloat16", "float16")
-KV_DTYPES = (*FLOATS, "int8")
+KV_DTYPES = (*FLOATS, "int8", "fp8_e4m3")
 
 
 def _plain_weights(query: Any, _device: DeviceInfo) -> Verdict:
@@ -30,12 +30,14 @@ def _plain_experts(query: Any, _device: DeviceInfo) -> Verdict:
     return check.verdict()
 
 
-def _attention(query: Any, _device: DeviceInfo) -> Verdict:
-    return (
-        Check()
-        .need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
-        .verdict()
-    )
+def _attention(query: Any, device: DeviceInfo) -> Verdict:
+    check = Check()
+    check.need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
+    if query.kv_dtype == "fp8_e4m3":
+        # it could, but who asks for a smaller cache does not want attention of one request at a time
+        known = "fp8" in device.features and "fp8_fnuz" not in device.features
+        check.need(known, f"{device.arch} does not convert fp8_e4m3")
+    return check.verdict()
 
 
 def implementations() -> list[Implementation]:

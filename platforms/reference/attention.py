@@ -16,6 +16,7 @@ from headrace.platforms.reference.int8_rows import dequantize, quantize
 
 # Scores of one block of queries, in elements: bounds memory at long contexts (64 MiB).
 SCORE_BUDGET = 1 << 24
+E4M3_MOST = 448.0  # the largest number of float8_e4m3fn, which has no infinity
 
 
 @dataclass(slots=True)
@@ -58,9 +59,11 @@ class ReferenceAttention(PagedAttention):
         size = k_cache.shape[2]
         block, offset = plan.slots // size, plan.slots % size
         for new, cache in ((k[plan.tokens], k_cache), (v[plan.tokens], v_cache)):
-            cache[block, :, offset] = (
-                quantize(new) if cache.dtype == torch.int8 else new.to(cache.dtype)
-            )
+            if cache.dtype == torch.int8:
+                new = quantize(new)
+            elif cache.dtype == torch.float8_e4m3fn:
+                new = new.clamp(-E4M3_MOST, E4M3_MOST)
+            cache[block, :, offset] = new.to(cache.dtype)
 
     def attend(
         self,

@@ -316,7 +316,7 @@ def make_caches(
     """
     query = op.query
     fmt = next(f for f in type(op).kv_formats(query) if f.accepts(block_size))
-    dtype = getattr(torch, query.kv_dtype)
+    dtype = getattr(torch, {"fp8_e4m3": "float8_e4m3fn"}.get(query.kv_dtype, query.kv_dtype))
     scale = SCALE_BYTES.get(query.kv_dtype, 0) // dtype.itemsize
     widths = query.head_dim + scale, query.v_head_dim + scale
     sizes = {"P": blocks, "K": 2, "H": query.kv_heads, "S": block_size, "D": max(widths)}

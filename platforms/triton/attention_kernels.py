@@ -17,6 +17,23 @@ from headrace.platforms.triton.launch import after_previous, let_next_start
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def as_stored(value, cache):
+    """Numbers as a cache holds them. fp8_e4m3 has none beyond 448, and NaN must stay NaN; they are rounded to 4 bits,
+    or multiples of 2^-9, before they are converted, as not every conversion rounds to the nearest."""
+    dtype: tl.constexpr = cache.dtype.element_ty
+    if dtype == tl.float8e4nv:
+        wide = value.to(tl.float32)
+        within = tl.minimum(tl.maximum(wide, -448.0), 448.0)
+        bits = within.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        small = (within + 24576.0) - 24576.0
+        rounded = tl.where(tl.abs(within) < 0.015625, small, normal)
+        return tl.where(wide == wide, rounded, wide).to(dtype)
+    else:
+        return value.to(dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kernel(
     k, v, k_cache, v_cache, slots, k_token, k_head, v_token, v_head,
@@ -36,12 +53,12 @@ def write_kernel(
         live = (head < HEADS) & (at < D)
         key = tl.load(k + token * k_token + head * k_head + at, mask=live, other=0.0)
         place = k_cache + block * k_block + head * k_run + offset * k_slot + at
-        tl.store(place, key.to(k_cache.dtype.element_ty), mask=live)
+        tl.store(place, as_stored(key, k_cache), mask=live)
         at = tl.arange(0, DV_PAD)[None, :]
         live = (head < HEADS) & (at < DV)
         value = tl.load(v + token * v_token + head * v_head + at, mask=live, other=0.0)
         place = v_cache + block * v_block + head * v_run + offset * v_slot + at
-        tl.store(place, value.to(v_cache.dtype.element_ty), mask=live)
+        tl.store(place, as_stored(value, v_cache), mask=live)
 
 
 @triton.jit
@@ -106,17 +123,17 @@ def turn_write_kernel(
             rows = k + token * k_token + head * k_head
             first, second = turned(rows, live, cos, sin, k_norm, eps, HALF, NORM, WIDTH)
             place = k_cache + block * k_block + head * k_run + offset * k_slot + at
-            tl.store(place, first.to(k_cache.dtype.element_ty), mask=live)
-            tl.store(place + HALF, second.to(k_cache.dtype.element_ty), mask=live)
+            tl.store(place, as_stored(first, k_cache), mask=live)
+            tl.store(place + HALF, as_stored(second, k_cache), mask=live)
         else:
             head = (part - Q_PARTS - KV_PARTS) * HEADS + order
             live = (head < KV_HEADS) & inside
             values = v + token * v_token + head * v_head + at
             stored = v_cache + block * v_block + head * v_run + offset * v_slot + at
             value = tl.load(values, mask=live, other=0.0)
-            tl.store(stored, value.to(v_cache.dtype.element_ty), mask=live)
+            tl.store(stored, as_stored(value, v_cache), mask=live)
             value = tl.load(values + HALF, mask=live, other=0.0)
-            tl.store(stored + HALF, value.to(v_cache.dtype.element_ty), mask=live)
+            tl.store(stored + HALF, as_stored(value, v_cache), mask=live)
 
 
 @triton.jit

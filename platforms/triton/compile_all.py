@@ -92,14 +92,25 @@ def variants(runtime: Any) -> Iterator[Variant]:
 
 
 def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
+    yield from _paged(dtype, short, dtype, short, runtime)
+    features = runtime.info.features
+    if "fp8" in features and "fp8_fnuz" not in features:
+        yield from _paged(dtype, short, "fp8_e4m3", "fp8e4nv", runtime)
+
+
+def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
     names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
-    caches = dict.fromkeys(("out", "q", "k_cache", "v_cache"), short)
+    caches = {"out": short, "q": short, "k_cache": kv, "v_cache": kv}
     integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
     pointers = {**caches, **integers, "sinks": "fp32", "partial": "fp32", "lse": "fp32"}
-    for q_heads, kv_heads, size, options in ATTENTION:
-        query = AttentionQuery(q_heads, kv_heads, size, size, dtype, dtype, size**-0.5, **options)
+    # 8-bit caches change what is loaded and stored, not the rest: some shapes are enough
+    for q_heads, kv_heads, size, options in ATTENTION if kv == short else ATTENTION[:6:5]:
+        query = AttentionQuery(
+            q_heads, kv_heads, size, size, dtype, kv_dtype, size**-0.5, **options
+        )
         label = f"{short} {q_heads}/{kv_heads}x{size} {options or ''}".strip()
+        label += f" KV {kv}" if kv != short else ""
         common = (pointers, scalars)
         chosen = {**attention.prefill_options(query, runtime), "SIZE": 32}
         yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
@@ -108,7 +119,7 @@ def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
         chosen = attention.combine_options(query, runtime)
         yield Variant(f"combine {label}", attention_kernels.combine_kernel, *common, chosen)
         chosen = {**attention.write_options(query, runtime), "SIZE": 32}
-        inputs = {"k": short, "v": short, "k_cache": short, "v_cache": short, "slots": "i64"}
+        inputs = {"k": short, "v": short, "k_cache": kv, "v_cache": kv, "slots": "i64"}
         names = "k_token k_head v_token v_head k_block k_run k_slot v_block v_run v_slot"
         integers = dict.fromkeys(names.split(), "i32")
         kernel = attention_kernels.write_kernel

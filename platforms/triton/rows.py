@@ -13,6 +13,9 @@ from headrace.platforms.registry import Check, Implementation, Requirement, Verd
 
 TRITON = "triton"
 FLOATS = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*FLOATS, "fp8_e4m3")
+# Ops whose kernels are newer than the last run of the contract tests on a device.
+NEWER = frozenset({"linear", "topk_softmax", "fused_experts", "paged_attention"})
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
@@ -28,6 +31,12 @@ def _dtype(check: Check, dtype: str, device: DeviceInfo) -> Check:
     return check.need(
         dtype not in FLOATS or dtype in device.dtypes, f"{device.arch} does not compute in {dtype}"
     )
+
+
+def _newer(op: str, check: Check) -> Check:
+    if op in NEWER and check.verdict().status == "yes":  # not where nothing was ever run
+        check.doubt("changed since it was last run on a device")
+    return check
 
 
 def _norm(query: Any, device: DeviceInfo, check: Check) -> Check:
@@ -59,7 +68,10 @@ def _experts(query: Any, device: DeviceInfo, check: Check) -> Check:
 
 
 def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
-    check.need(query.kv_dtype in FLOATS, f"KV in {query.kv_dtype} not in {FLOATS}")
+    check.need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
+    if query.kv_dtype == "fp8_e4m3":
+        known = "fp8" in device.features and "fp8_fnuz" not in device.features
+        check.need(known, f"{device.arch} does not convert fp8_e4m3")
     widest = max(query.head_dim, query.v_head_dim)
     check.need(widest <= WIDEST_HEAD, f"heads of {widest} exceed {WIDEST_HEAD}")
     group, rest = divmod(query.q_heads, query.kv_heads)
@@ -76,15 +88,17 @@ def implementations(
         return known(Check(), device).verdict()
 
     def routes(query: Any, device: DeviceInfo) -> Verdict:
-        check = known(Check(), device)
+        check = _newer("topk_softmax", known(Check(), device))
         check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
         check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} of them exceed {MOST_CHOSEN}")
         return check.verdict()
 
-    def verdict(judge: Callable[[Any, DeviceInfo, Check], Check]) -> Callable[..., Verdict]:
+    def verdict(
+        op: str, judge: Callable[[Any, DeviceInfo, Check], Check]
+    ) -> Callable[..., Verdict]:
         def supports(query: Any, device: DeviceInfo) -> Verdict:
             check = _dtype(known(Check(), device), query.dtype, device)
-            return judge(query, device, check).verdict()
+            return judge(query, device, _newer(op, check)).verdict()
 
         return supports
 
@@ -100,7 +114,7 @@ def implementations(
         ("gelu_and_mul", f"{home}.activations:GeluAndMul", _activation),
         ("gelu_tanh_and_mul", f"{home}.activations:GeluTanhAndMul", _activation),
     )
-    table = [(op, target, verdict(judge)) for op, target, judge in rows]
+    table = [(op, target, verdict(op, judge)) for op, target, judge in rows]
     table.append(("sample", f"{home}.sampling:Sample", samples))
     table.append(("topk_softmax", f"{home}.routing:TopkSoftmax", routes))
     return [

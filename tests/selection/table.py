@@ -131,7 +131,14 @@ def cuda_scenes() -> list[Scene]:
             Scene(f"cuda-{arch}", platform, device, self_tests=passed, versions=triton)
             for arch, device in described.items()
         ),
-        Scene("cuda-sm_90-float32", platform, hopper, dtype="float32", versions=triton),
+        Scene(
+            "cuda-sm_90-float32",
+            platform,
+            hopper,
+            dtype="float32",
+            self_tests=passed,
+            versions=triton,
+        ),
         Scene("cuda-without-triton", platform, hopper),
     ]
 

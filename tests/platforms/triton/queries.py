@@ -57,6 +57,7 @@ def attentions(dtype: str) -> list[Named]:
         attention(8, 2, 48, dtype, window=20, softcap=5.0),
         attention(5, 1, 32, dtype, sinks=True, v_head_dim=16),
         attention(4, 4, 32, dtype, sinks=True, window=7),
+        attention(4, 2, 32, dtype, kv_dtype="fp8_e4m3"),
     ]
 
 
@@ -69,6 +70,7 @@ def wide_attentions(dtype: str) -> list[Named]:
         attention(8, 4, 256, dtype, softcap=50.0),
         attention(64, 8, 64, dtype, window=128, sinks=True),
         attention(16, 1, 128, dtype),
+        attention(32, 8, 128, dtype, kv_dtype="fp8_e4m3"),
     ]
 
 
