@@ -141,7 +141,8 @@ def decide(plan: Plan) -> list[Decision]:
             plan.config.model.quantization, (query for _, query in queries), plan.device.spec
         )
         seats = plan.config.scheduler.max_num_seqs
-        queries.append(("sample", SampleQuery(plan.spec.vocab, seats)))
+        query = SampleQuery(plan.spec.vocab, seats)
+        queries += [("sample", query), ("logprobs", query)]
         return [choose(op, query) for op, query in queries]
     except ModelError as error:
         raise CliError(str(error)) from None

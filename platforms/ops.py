@@ -180,6 +180,16 @@ CONTRACTS: Mapping[str, OpContract] = {
             _EXACT,
             shrink={"vocab": 2048},
         ),
+        _contract(
+            "logprobs",
+            """(logits[N, V] float32, ids[N] int64, k) -> (logprob[N], rank[N] int64, top_ids[N, k] int64, top[N, k]).
+
+            Selected by SampleQuery; k <= V. logprob and top are log-softmax over V, float32; rank is one more than the
+            number of larger logits; top holds the k largest, best first, of equal ones any. A row with NaN or without
+            any finite logit gives anything.""",
+            {"float32": (1e-5, 1e-5)},
+            shrink={"vocab": 2048},
+        ),
     )
 }
 

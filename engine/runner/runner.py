@@ -23,6 +23,7 @@ from headrace.engine.runner.sampler import (
     HostLogprobs,
     SampleOp,
     Sampler,
+    LogprobsOp,
     score,
 )
 from headrace.engine.runner.staging import Transfers
@@ -96,6 +97,7 @@ class Runner:
         self,
         model: Model,
         sample: SampleOp,
+        logprobs: LogprobsOp,
         runtime: DeviceRuntime,
         collectives: Collectives,
         limits: RunnerLimits,
@@ -107,7 +109,7 @@ class Runner:
         self._stream = runtime.stream()
         self._transfers = Transfers(runtime)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, runtime, self._transfers)
-        self._sampler = Sampler(self.rows, sample, self._transfers)
+        self._sampler = Sampler(self.rows, sample, logprobs, self._transfers)
         self._builder: BatchBuilder | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -199,7 +201,7 @@ class Runner:
         parts = []
         for low in range(0, len(k), step):
             raw = self.model.logits(hidden.index_select(0, where[low : low + step]))
-            parts.append(score(raw, ids[low : low + step], most))
+            parts.append(score(self._sampler.logprobs_op, raw, ids[low : low + step], most))
         numbers = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         spans = list(zip(asked.tolist(), counts.tolist(), strict=True))
         return spans, self._sampler.to_host(k, numbers)

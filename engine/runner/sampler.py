@@ -23,6 +23,9 @@ SLICE_ELEMENTS = 1 << 23
 
 SampleOp = Callable[..., torch.Tensor]
 
+# Contract "logprobs" (platforms/ops.py)
+LogprobsOp = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, ...]]
+
 
 @dataclass(slots=True)
 class HostLogprobs:
@@ -47,8 +50,11 @@ class HostLogprobs:
 
 
 class Sampler:
-    def __init__(self, rows: Rows, sample: SampleOp, transfers: Transfers) -> None:
+    def __init__(
+        self, rows: Rows, sample: SampleOp, logprobs: LogprobsOp, transfers: Transfers
+    ) -> None:
         self._rows = rows
+        self.logprobs_op = logprobs
         self._sample = sample
         self._fast_greedy = getattr(sample, "fast_greedy", False)
         self._transfers = transfers
@@ -137,7 +143,7 @@ class Sampler:
         if not len(asked):
             return None
         (where,) = self._transfers.send(asked)
-        numbers = score(raw[where], ids[where].clamp(min=0), int(k[asked].max()))
+        numbers = score(self.logprobs_op, raw[where], ids[where].clamp(min=0), int(k[asked].max()))
         return inputs.index[asked], self.to_host(k[asked], numbers)
 
     def to_host(self, k: np.ndarray, numbers: tuple[torch.Tensor, ...]) -> HostLogprobs:
@@ -171,11 +177,9 @@ def penalised(
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def score(raw: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+def score(
+    op: LogprobsOp, raw: torch.Tensor, ids: torch.Tensor, k: int
+) -> tuple[torch.Tensor, ...]:
     """raw logits [N, V], ids [N] -> (ids, log-probability, rank, top ids [N, k], top log-probabilities [N, k])."""
-    total = raw.logsumexp(-1, keepdim=True)
     ids = ids.long()
-    own = raw.gather(1, ids.unsqueeze(1))
-    rank = (raw > own).sum(-1) + 1
-    top, top_ids = raw.topk(min(k, raw.shape[1]), dim=-1)
-    return ids, (own - total).squeeze(1), rank, top_ids, top - total
+    return ids, *op(raw, ids, min(k, raw.shape[1]))

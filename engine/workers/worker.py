@@ -98,7 +98,8 @@ class Worker:
             model = build_model(spec, context, limits.max_model_len)
             queries = (decision.query for decision in self._ops.report.decisions)
             refuse_without_kernel(config.model.quantization, queries, self._device.spec)
-            sample = self._ops.bind("sample", SampleQuery(spec.vocab, limits.max_num_seqs))
+            query = SampleQuery(spec.vocab, limits.max_num_seqs)
+            sample, logprobs = (self._ops.bind(op, query) for op in ("sample", "logprobs"))
             with self._kept_packed():
                 self._weight_bytes = model.load_weights(
                     source, lambda done, total, text: self._report("load", done, total, text)
@@ -106,7 +107,7 @@ class Worker:
         finally:
             source.close()
         self._model: Model = model
-        self._runner = Runner(model, sample, self._runtime, self._collectives, limits)
+        self._runner = Runner(model, sample, logprobs, self._runtime, self._collectives, limits)
         self._opened.callback(self._runner.close)
 
     def _kept_packed(self) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.cpu.packed_weights import PackedWeights
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
@@ -33,6 +33,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 FORMATS = {
     "float32": 0,
     "bfloat16": 1,
+    "float16": 4,
     "Q4_0": 2,
     "Q4_1": 3,
     "Q5_0": 6,
@@ -44,7 +45,10 @@ FORMATS = {
     "Q5_K": 13,
     "Q6_K": 14,
 }
-OPS = ("rms_norm", "linear", "rotary", "glu", "embedding", "kv_write", "attention", "sample")
+OPS = (
+    "rms_norm", "linear", "rotary", "glu", "embedding", "kv_write", "attention", "sample", "route", "experts",
+    "logprobs",
+)  # fmt: skip
 
 
 def _struct(name: str, pointers: str, longs: str, ints: str, *tail: tuple[str, Any]) -> type:
@@ -100,6 +104,14 @@ Attention = _struct(
     ("scale", c_float),
     ("softcap", c_float),
 )
+Route = _struct("Route", "logits weights ids", "logits_stride", "rows experts top_k renormalize")
+Experts = _struct(
+    "Experts",
+    "x weights ids w13 w2 y scratch",
+    "x_stride y_stride",
+    "rows top_k experts hidden intermediate format down_format act dtype",
+)
+Logprobs = _struct("Logprobs", "x ids own rank top top_ids", "x_stride", "rows n k")
 Sample = _struct("Sample", "x temperature top_k top_p min_p uniform ids", "x_stride", "rows n")
 
 
@@ -128,6 +140,7 @@ def _open(path: Path) -> ctypes.CDLL:
         "hr_checksum": (c_uint64, (c_void_p, c_void_p, c_int64)),
         "hr_linear_scratch": (c_int64, (c_int32, c_int32, c_int32)),
         "hr_attention_scratch": (c_int64, (c_void_p,)),
+        "hr_experts_scratch": (c_int64, (c_void_p,)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -298,6 +311,13 @@ class Kernels:
             scheme = next(known for known, code in FORMATS.items() if code == args.format)
             nbytes = self.library.hr_packed_bytes(args.format, args.n, args.k)
             return f"{args.k}x{args.n} {scheme}", nbytes
+        if name == "experts":
+            used = min(args.rows * args.top_k, args.experts)
+            nbytes = self.library.hr_packed_bytes
+            gate_up = nbytes(args.format, 2 * args.intermediate, args.hidden)
+            down = nbytes(args.down_format, args.hidden, args.intermediate)
+            detail = f"{args.top_k} of {args.experts}, {args.hidden}x{args.intermediate}"
+            return detail, used * (gate_up + down)
         if name == "attention":
             return f"{args.q_heads}/{args.kv_heads} heads of {args.head_dim}", 0
         return "", 0

@@ -20,6 +20,7 @@ from headrace.platforms.queries import EmbeddingQuery, LinearQuery
 _OP = {name: code for code, name in enumerate(native.OPS)}
 _RMS_NORM, _LINEAR, _ROTARY = _OP["rms_norm"], _OP["linear"], _OP["rotary"]
 _GLU, _EMBEDDING, _SAMPLE = _OP["glu"], _OP["embedding"], _OP["sample"]
+_LOGPROBS = _OP["logprobs"]
 
 
 class NativeNorm:
@@ -260,3 +261,28 @@ class NativeSample:
             ),
         )  # fmt: skip
         return ids
+
+
+class NativeLogprobs:
+    """logprobs(logits, ids, k): one pass each for the sum, the rank and the largest."""
+
+    def __init__(self, query: Any, runtime: Any) -> None:
+        self._kernels: Kernels = runtime.kernels()
+
+    def __call__(
+        self, logits: torch.Tensor, ids: torch.Tensor, k: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        kernels, (rows, n) = self._kernels, logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        ids = ids.contiguous()
+        own, rank = kernels.empty((rows,), torch.float32), kernels.empty((rows,), torch.int64)
+        top, top_ids = kernels.empty((rows, k), torch.float32), kernels.empty((rows, k), torch.int64)
+        kernels.run(
+            _LOGPROBS,
+            native.Logprobs(
+                logits.data_ptr(), ids.data_ptr(), own.data_ptr(), rank.data_ptr(), top.data_ptr(),
+                top_ids.data_ptr(), logits.stride(0), rows, n, k,
+            ),
+        )  # fmt: skip
+        return own, rank, top_ids, top

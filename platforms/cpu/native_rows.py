@@ -10,8 +10,8 @@ from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import Check, Implementation, Verdict
 
 NATIVE = "native"
-DTYPES = ("float32", "bfloat16")
-KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8")
 # Block types the kernels compute on, with the weights of a block.
 BLOCKS = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), 32),
@@ -55,14 +55,20 @@ def _experts(query: Any, device: DeviceInfo) -> Verdict:
 def _weights(check: Check, scheme: str, width: int) -> Check:
     """A matrix with rows of `width` weights stored in `scheme`."""
     check.need(scheme in BLOCKS or scheme in DTYPES, f"no kernel for weights in {scheme}")
-    block = BLOCKS.get(scheme, 2)
+    block = BLOCKS.get(scheme, 2 if scheme == "bfloat16" else 1)
     check.need(width % block == 0, f"rows of {width} are no multiple of {block} weights")
+    if scheme == "float16":
+        check.note("float16 weights are widened to float32 in registers")
     if scheme in BLOCKS:
         check.note(f"computes on the blocks of {scheme}, activations rounded to 8 bits")
     return check
 
 
 def _sample(query: Any, device: DeviceInfo) -> Verdict:
+    return _has_build(device).verdict()
+
+
+def _router(query: Any, device: DeviceInfo) -> Verdict:
     return _has_build(device).verdict()
 
 
@@ -81,6 +87,7 @@ def native_implementations() -> list[Implementation]:
     rows: tuple[tuple[str, str, Callable[[Any, DeviceInfo], Verdict]], ...] = (
         ("linear", f"{ops}:NativeLinear", _matrix),
         ("embedding", f"{ops}:NativeEmbedding", _matrix),
+        ("topk_softmax", "experts:NativeRouter", _router),
         ("fused_experts", "experts:NativeExperts", _experts),
         ("paged_attention", f"{attention}:NativeAttention", _attention),
         ("rms_norm", f"{ops}:NativeNorm", _elementwise),
@@ -90,6 +97,7 @@ def native_implementations() -> list[Implementation]:
         ("gelu_and_mul", f"{ops}:NativeGeluAndMul", _elementwise),
         ("gelu_tanh_and_mul", f"{ops}:NativeGeluTanhAndMul", _elementwise),
         ("sample", f"{ops}:NativeSample", _sample),
+        ("logprobs", f"{ops}:NativeLogprobs", _sample),
     )
     return [
         Implementation(

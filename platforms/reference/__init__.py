@@ -52,6 +52,7 @@ def implementations() -> list[Implementation]:
         "gelu_tanh_and_mul": "ops",
         "topk_softmax": "experts",
         "sample": "sampling",
+        "logprobs": "sampling",
     }
     rows = [
         Implementation(op, REFERENCE, f"{home}.{module}:{op}", source=REFERENCE)

@@ -438,3 +438,18 @@ def paged_attention(query: AttentionQuery, device: torch.device, seed: int) -> l
         for name, requests in ATTENTION_BATCHES.items()
         for i in range(3)
     ]
+
+
+def logprobs(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
+    rows, vocab = max(1, min(query.max_reqs, 8)), query.vocab
+
+    def body(op: Any, draw: _Draw, scale: float, k: int) -> Tensors:
+        logits = draw.normal(rows, vocab, scale=scale)
+        logits[0, vocab // 2] = -torch.inf
+        return tuple(op(logits, draw.integers(vocab, rows), min(k, vocab)))
+
+    return [
+        _case(f"logits x{s}, k={k}", lambda op, draw, s=s, k=k: body(op, draw, s, k), device, seed)  # type: ignore[misc]
+        for s in (0.5, 8.0)
+        for k in (0, 1, 5, 50)
+    ]

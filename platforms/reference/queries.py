@@ -65,6 +65,6 @@ def queries(op: str) -> list[Any]:
     if op == "topk_softmax":
         sizes = [(8, 2), (128, 8), (60, 4), (3, 3), (1, 1)]
         made = [RouterQuery(*size, renormalize) for size in sizes for renormalize in (True, False)]
-    if op == "sample":
+    if op in ("sample", "logprobs"):
         made = [SampleQuery(vocab, 8) for vocab in (3, 100, 9000)]
     return made

@@ -45,3 +45,13 @@ def pick(cumulative: torch.Tensor, kept: torch.Tensor, uniform: torch.Tensor) ->
     total = cumulative.gather(1, (kept - 1).unsqueeze(1))
     index = torch.searchsorted(cumulative, uniform.double().unsqueeze(1) * total, right=True)
     return torch.minimum(index.squeeze(1), kept - 1)
+
+
+def logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, ids.unsqueeze(1))
+    rank = (logits > own).sum(-1) + 1
+    top, top_ids = logits.topk(k, dim=-1)
+    return (own - total).squeeze(1), rank, top_ids, top - total

@@ -22,7 +22,7 @@ ROWS = (1, 3, 5, 9, 40, 77)
 FEW = 4  # native/quant.h, kFineRows
 WIDTH, FEATURES = 512, 50
 NATIVE = ("linear", "embedding", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul",
-          "gelu_and_mul", "gelu_tanh_and_mul", "paged_attention", "sample")  # fmt: skip
+          "gelu_and_mul", "gelu_tanh_and_mul", "paged_attention", "sample", "topk_softmax", "fused_experts")  # fmt: skip
 
 
 @pytest.fixture(
@@ -56,7 +56,7 @@ def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
     ).view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_linear(native, kind, dtype):
     raw = blocks(kind, FEATURES, WIDTH)
@@ -113,7 +113,7 @@ def test_zero_and_huge_rows(native, kind):
 
 
 @pytest.mark.parametrize("scale", [1.0, 24.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", TYPES)
 def test_embedding(native, kind, dtype, scale):
     raw = blocks(kind, 50, 256, seed=5)
@@ -128,8 +128,7 @@ def test_embedding(native, kind, dtype, scale):
         return
     # products of two scales are rounded to fp16: scale * integer and minimum, each within the block's range
     within = 3 * 2**-11 * want.abs().amax(1, keepdim=True)
-    if dtype == "bfloat16":
-        within = within + 2**-8 * want.abs()
+    within = within + {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}[dtype] * want.abs()
     assert ((got.float() - want).abs() <= within).all()
 
 

@@ -10,7 +10,7 @@ from headrace.platforms.batch import HostArgs
 from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.graph import EagerGraphs, GraphKey
-from headrace.platforms.queries import LinearQuery, NormQuery
+from headrace.platforms.queries import ExpertsQuery, LinearQuery, NormQuery, RouterQuery
 
 HOST = HostArgs(np.zeros(1, np.int32), np.zeros(2, np.int32))
 
@@ -86,3 +86,31 @@ def test_an_arena_gives_a_piece_again_only_when_no_view_of_it_is_left():
     taken = {arena.empty((4, 64), torch.float32).data_ptr()}
     assert address in taken or arena.nbytes == 2 * 1024
     assert address % 64 == 0
+
+
+def test_a_step_with_experts_is_captured(runtime):
+    """Router and experts in a tape: other tokens go to other experts at replay."""
+    from headrace.platforms.cpu.experts import NativeExperts, NativeRouter
+    from headrace.platforms.cpu.native_ops import NativeLinear
+
+    torch.manual_seed(0)
+    gate = NativeLinear(LinearQuery(64, 6, "bfloat16", out_dtype="float32"), runtime)
+    route = NativeRouter(RouterQuery(6, 2, True), runtime)
+    experts = NativeExperts(ExpertsQuery(6, 2, 64, 32, "bfloat16"), runtime)
+    table = gate.pack(torch.randn(6, 64).bfloat16(), None)
+    packed = experts.pack(*(torch.randn(6, 64, n).bfloat16() / 8 for n in (64, 32)))
+    x, results = torch.randn(5, 64).bfloat16(), []
+
+    def body():
+        weights, ids = route(gate(x, table), 2, True)
+        results.append((ids, experts(x, weights, ids, packed)))
+
+    graph = runtime.graphs().capture(GraphKey("decode", 5, 5), body, HOST)
+    for _ in range(3):
+        x.copy_(torch.randn(5, 64))
+        graph.replay(HOST)
+        body()
+        for captured, eager in zip(results[0], results[-1], strict=True):
+            assert torch.equal(captured, eager)
+    assert [row.op for row in graph.profile()] == ["linear", "route", "experts"]
+    assert graph.profile()[2].detail == "2 of 6, 64x32"

@@ -14,6 +14,7 @@ from headrace.engine.runner.batch import BatchBuilder, SampleInputs
 from headrace.engine.runner.randomness import uniform
 from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import Sampler, score
+from headrace.platforms.reference.sampling import logprobs
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.reference.sampling import sample
@@ -30,7 +31,7 @@ class Bench:
         transfers = Transfers(runtime)
         self.rows = Rows(len(requests), 64, runtime, transfers)
         self.rows.bind_tables(1, 16)
-        self.sampler = Sampler(self.rows, sample, transfers)
+        self.sampler = Sampler(self.rows, sample, logprobs, transfers)
         count = len(requests)
         self.plan = StepPlan(
             0,
@@ -224,7 +225,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 
 def test_more_candidates_than_tokens() -> None:
     logits = random_logits(1)
-    *_, top_ids, top = score(logits, torch.tensor([0]), VOCAB + 5)
+    *_, top_ids, top = score(logprobs, logits, torch.tensor([0]), VOCAB + 5)
     assert top_ids.shape == top.shape == (1, VOCAB)
 
 

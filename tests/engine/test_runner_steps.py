@@ -115,9 +115,12 @@ class Stepper:
         self.model = build_model(tiny.source.spec, context, 256)
         self.model.load_weights(tiny.source, lambda done, total, text: None)
         vocab = tiny.source.spec.vocab
-        sample = ops.bind("sample", SampleQuery(vocab, ROWS))
+        query = SampleQuery(vocab, ROWS)
+        sample, logprobs = ops.bind("sample", query), ops.bind("logprobs", query)
         limits = RunnerLimits(ROWS, max_tokens, 256)
-        self.runner = Runner(self.model, sample, self.runtime, SoloCollectives(), limits)
+        self.runner = Runner(
+            self.model, sample, logprobs, self.runtime, SoloCollectives(), limits
+        )
         layers = tuple(range(len(self.model.kv_specs)))
         group = KVGroup(self.model.kv_specs[0].window, layers, 0, 80)
         form = self.model.attention_impls[0].kv_formats(self.model.attention_impls[0].query)[0]

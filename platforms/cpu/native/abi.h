@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 6
+#define HR_ABI_VERSION 7
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2, HR_I8 = 3 };
 
@@ -17,6 +17,7 @@ enum hr_format {
   HR_W_BF16 = 1,
   HR_W_Q4_0 = 2,
   HR_W_Q4_1 = 3,
+  HR_W_F16 = 4,
   HR_W_Q5_0 = 6,
   HR_W_Q5_1 = 7,
   HR_W_Q8_0 = 8,
@@ -36,6 +37,9 @@ enum hr_op {
   HR_OP_KV_WRITE = 5,
   HR_OP_ATTENTION = 6,
   HR_OP_SAMPLE = 7,
+  HR_OP_ROUTE = 8,
+  HR_OP_EXPERTS = 9,
+  HR_OP_LOGPROBS = 10,
 };
 
 /* y = norm(x + residual) * weight; residual (if any) becomes x + residual. Strides in elements. A row of x holds
@@ -129,6 +133,42 @@ struct hr_sample {
   int32_t rows, n;
 };
 
+/* Of each row of logits x[rows, n]: the log-probability and the rank of ids[row], and the k largest; the contract
+ * "logprobs". k <= n. */
+struct hr_logprobs {
+  const float* x;
+  const int64_t* ids;
+  float* own;
+  int64_t* rank;
+  float* top;       /* [rows, k] */
+  int64_t* top_ids; /* [rows, k] */
+  int64_t x_stride;
+  int32_t rows, n, k;
+};
+
+/* Of each row of logits x[rows, experts] the top_k experts, best first, and their weights; the contract "topk_softmax". */
+struct hr_route {
+  const float* logits;
+  float* weights; /* [rows, top_k] */
+  int32_t* ids;   /* [rows, top_k] */
+  int64_t logits_stride;
+  int32_t rows, experts, top_k, renormalize;
+};
+
+/* y[t] = sum over k of weights[t, k] * down(act(gate(x[t])) * up(x[t])) of expert ids[t, k]. w13 and w2: a packed matrix
+ * of each expert, [2 * intermediate, hidden] in `format` and [hidden, intermediate] in `down_format`. */
+struct hr_experts {
+  const void* x;
+  const float* weights; /* [rows, top_k] */
+  const int32_t* ids;   /* [rows, top_k], within [0, experts) */
+  const void* const* w13;
+  const void* const* w2;
+  void* y;
+  void* scratch; /* hr_experts_scratch bytes, 64-byte aligned */
+  int64_t x_stride, y_stride;
+  int32_t rows, top_k, experts, hidden, intermediate, format, down_format, act, dtype;
+};
+
 typedef struct hr_pool hr_pool;
 typedef struct hr_tape hr_tape;
 
@@ -157,6 +197,7 @@ int64_t hr_read(hr_pool*, const void* data, int64_t bytes);
 uint64_t hr_checksum(hr_pool*, const void* data, int64_t bytes);
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k);
 int64_t hr_attention_scratch(const struct hr_attention*);
+int64_t hr_experts_scratch(const struct hr_experts*);
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

@@ -8,6 +8,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "half.h"
 #include "ops.h"
 
 namespace hr {
@@ -15,20 +16,6 @@ namespace hr {
 constexpr int kQueryRows = 32;   // rows of a prefill task: query tokens x query heads of the group
 constexpr int64_t kKeyTile = 64; // keys a prefill task handles at a time
 constexpr float kMinus = -std::numeric_limits<float>::infinity();
-
-// Elements of one dtype as those of another; n a multiple of W.
-template <class S, class C>
-inline void widen(const S* in, C* out, int64_t n) {
-  for (int64_t i = 0; i < n; i += W) store(out + i, load(in + i));
-}
-
-// n elements of a runtime dtype as those of C.
-template <class C>
-inline void fetch(int dtype, const void* base, int64_t at, C* out, int64_t n) {
-  if (dtype == HR_F32) widen(static_cast<const float*>(base) + at, out, n);
-  else if (dtype == HR_BF16) widen(static_cast<const bf16*>(base) + at, out, n);
-  else widen(static_cast<const fp16*>(base) + at, out, n);
-}
 
 struct Tile {  // rows of B for mm_rows: `ldb` bytes from one to the next
   const uint8_t* data;

@@ -41,7 +41,8 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
 
 inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t panel) {
   if (a.y_dtype == HR_F32) write_row<float>(a, c, row, panel);
-  else write_row<bf16>(a, c, row, panel);
+  else if (a.y_dtype == HR_BF16) write_row<bf16>(a, c, row, panel);
+  else write_row<fp16>(a, c, row, panel);
 }
 
 // Rows of x lie in the scratch memory in sets of kRows, few rows in one smaller set.
@@ -61,6 +62,8 @@ inline void quantize(const hr_linear& a, const QuantType& t, int set, int64_t fi
     const int64_t at = int64_t(set * kRows + r) * a.x_stride;
     if (a.x_dtype == HR_F32)
       quantize_row(static_cast<const float*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
+    else if (a.x_dtype == HR_F16)
+      quantize_row(static_cast<const fp16*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
     else
       quantize_row(static_cast<const bf16*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
   }

@@ -1,6 +1,8 @@
 // The library: one translation unit, compiled once for each instruction set (setup.py), chosen at run time.
 #include "abi.h"
 #include "attention.h"
+#include "experts.h"
+#include "half.h"
 #include "linear.h"
 #include "ops.h"
 #include "pool.h"
@@ -25,12 +27,16 @@ union Args {
   hr_kv_write kv_write;
   hr_attention attention;
   hr_sample sample;
+  hr_route route;
+  hr_experts experts;
+  hr_logprobs logprobs;
 };
 
 constexpr size_t kArgsBytes[] = {sizeof(hr_rms_norm),  sizeof(hr_linear),   sizeof(hr_rotary),    sizeof(hr_glu),
-                                 sizeof(hr_embedding), sizeof(hr_kv_write), sizeof(hr_attention), sizeof(hr_sample)};
+                                 sizeof(hr_embedding), sizeof(hr_kv_write), sizeof(hr_attention), sizeof(hr_sample),
+                                 sizeof(hr_route),     sizeof(hr_experts),  sizeof(hr_logprobs)};
 constexpr int kOps = int(sizeof kArgsBytes / sizeof kArgsBytes[0]);
-constexpr int kMaxSteps = 3;
+constexpr int kMaxSteps = 6;
 
 // Rows are shared when there is enough of them to pay for it.
 inline int row_chunks(int64_t rows, int64_t work_per_row, int threads) {
@@ -38,9 +44,8 @@ inline int row_chunks(int64_t rows, int64_t work_per_row, int threads) {
   return clamp_chunks(std::min<int64_t>({rows, wanted, int64_t(threads) * 4}));
 }
 
-template <class F32, class BF16>
-Step by_dtype(int dtype, F32 f, BF16 b, const void* args, int chunks) {
-  return {dtype == HR_F32 ? RunFn(f) : RunFn(b), args, chunks};
+inline Step by_dtype(int dtype, RunFn f32, RunFn bf, RunFn f16, const void* args, int chunks) {
+  return {dtype == HR_F32 ? f32 : dtype == HR_BF16 ? bf : f16, args, chunks};
 }
 
 // Steps of one op over the arguments at `args` (which must stay where they are), or -1 when they make no sense.
@@ -49,29 +54,32 @@ int plan(int op, const void* args, int threads, Step* out) {
     case HR_OP_RMS_NORM: {
       const auto& a = *static_cast<const hr_rms_norm*>(args);
       if (a.rows <= 0) return 0;
-      out[0] = by_dtype(a.dtype, run_rms_norm<float>, run_rms_norm<bf16>, args,
+      out[0] = by_dtype(a.dtype, run_rms_norm<float>, run_rms_norm<bf16>, run_rms_norm<fp16>, args,
                         row_chunks(int64_t(a.rows) * a.inner, a.hidden, threads));
       return 1;
     }
-    case HR_OP_LINEAR: return plan_linear(*static_cast<const hr_linear*>(args), threads, out);
+    case HR_OP_LINEAR: {
+      const auto& a = *static_cast<const hr_linear*>(args);
+      return a.format == HR_W_F16 ? plan_linear_half(a, threads, out) : plan_linear(a, threads, out);
+    }
     case HR_OP_ROTARY: {
       const auto& a = *static_cast<const hr_rotary*>(args);
       if (a.rows <= 0) return 0;
       const int64_t work = int64_t(a.q_heads + a.k_heads) * a.head_dim;
-      out[0] = by_dtype(a.dtype, run_rotary<float>, run_rotary<bf16>, args, row_chunks(a.rows, work, threads));
+      out[0] = by_dtype(a.dtype, run_rotary<float>, run_rotary<bf16>, run_rotary<fp16>, args, row_chunks(a.rows, work, threads));
       return 1;
     }
     case HR_OP_GLU: {
       const auto& a = *static_cast<const hr_glu*>(args);
       if (a.rows <= 0) return 0;
       const int64_t pieces = a.rows * ((a.n + kGluPiece - 1) / kGluPiece);
-      out[0] = by_dtype(a.dtype, run_glu<float>, run_glu<bf16>, args, row_chunks(pieces, kGluPiece * 4, threads));
+      out[0] = by_dtype(a.dtype, run_glu<float>, run_glu<bf16>, run_glu<fp16>, args, row_chunks(pieces, kGluPiece * 4, threads));
       return 1;
     }
     case HR_OP_EMBEDDING: {
       const auto& a = *static_cast<const hr_embedding*>(args);
       if (a.rows <= 0) return 0;
-      out[0] = by_dtype(a.dtype, run_embedding<float>, run_embedding<bf16>, args,
+      out[0] = by_dtype(a.dtype, run_embedding<float>, run_embedding<bf16>, run_embedding<fp16>, args,
                         row_chunks(a.rows, int64_t(a.hidden) * 8, threads));
       return 1;
     }
@@ -100,6 +108,21 @@ int plan(int op, const void* args, int threads, Step* out) {
       out[0] = {run_sample, args, row_chunks(a.rows, a.n, threads)};
       return 1;
     }
+    case HR_OP_ROUTE: {
+      const auto& a = *static_cast<const hr_route*>(args);
+      if (a.experts <= 0 || a.top_k <= 0 || a.top_k > a.experts) return -1;
+      if (a.rows <= 0) return 0;
+      out[0] = {run_route, args, row_chunks(a.rows, int64_t(a.experts) * a.top_k, threads)};
+      return 1;
+    }
+    case HR_OP_LOGPROBS: {
+      const auto& a = *static_cast<const hr_logprobs*>(args);
+      if (a.n <= 0 || a.k < 0 || a.k > a.n) return -1;
+      if (a.rows <= 0) return 0;
+      out[0] = {run_logprobs, args, row_chunks(a.rows, a.n, threads)};
+      return 1;
+    }
+    case HR_OP_EXPERTS: return plan_experts(*static_cast<const hr_experts*>(args), threads, out);
     default: return -1;
   }
 }
@@ -130,6 +153,8 @@ void run_pack(const void* p, int chunk, int chunks, Scratch&) {
       const uint8_t* src = in + c * job.row_bytes;
       if (job.format == HR_W_F32) {
         for (int64_t i = 0; i < job.k; ++i) std::memcpy(out + (i * kCols + c) * 4, src + i * 4, 4);
+      } else if (job.format == HR_W_F16) {
+        for (int64_t i = 0; i < job.k; ++i) std::memcpy(out + (i * kCols + c) * 2, src + i * 2, 2);
       } else {
         for (int64_t i = 0; i + 1 < job.k; i += 2) std::memcpy(out + (i / 2 * kCols + c) * 4, src + i * 2, 4);
       }
@@ -274,7 +299,7 @@ int64_t hr_packed_bytes(int32_t format, int64_t n, int64_t k) { return hr::panel
 int32_t hr_pack(hr_pool* p, int32_t format, const void* source, int64_t row_bytes, void* packed, int64_t n, int64_t k,
                 int64_t first_row) {
   hr::QuantType t;
-  if (hr::quant_type(format, &t) ? k % t.block != 0 : (format != HR_W_F32 && (format != HR_W_BF16 || k % 2))) return -1;
+  if (hr::quant_type(format, &t) ? k % t.block != 0 : (format != HR_W_F32 && format != HR_W_F16 && (format != HR_W_BF16 || k % 2))) return -1;
   if (first_row % hr::kCols) return -1;
   hr::PackJob job{format, static_cast<const uint8_t*>(source), row_bytes, n, k,
                   static_cast<uint8_t*>(packed) + first_row / hr::kCols * hr::panel_bytes(format, k)};
@@ -307,5 +332,7 @@ int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k) {
 int64_t hr_attention_scratch(const hr_attention* a) {
   return a->splits > 1 ? int64_t(a->num_decode) * a->q_heads * a->splits * hr::partial_floats(*a) * 4 : 0;
 }
+
+int64_t hr_experts_scratch(const hr_experts* a) { return hr::ExpertsLayout(*a).bytes; }
 
 }  // extern "C"

@@ -145,6 +145,7 @@ void run_embedding(const void* p, int chunk, int chunks, Scratch&) {
     for (int i = 0; i < a.hidden; ++i) {
       float v;
       if (quantized) v = panel_value(t, shape, panel, c, i);
+      else if (a.format == HR_W_F16) v = to_float(reinterpret_cast<const fp16*>(panel)[i * kCols + c]);
       else if (a.format == HR_W_F32) v = reinterpret_cast<const float*>(panel)[i * kCols + c];
       else v = to_float(reinterpret_cast<const bf16*>(panel)[i / 2 * 2 * kCols + c * 2 + i % 2]);
       from_float(v * a.scale, y + i);

@@ -241,6 +241,53 @@ inline int32_t draw(Ranked& row, const Filters& f, int64_t n, float limit, doubl
   return last;
 }
 
+// The largest k numbers of x[n], best first, the lower id first among equals. One pass: a vector without a number that
+// exceeds the k-th best so far is left at once, which nearly all are.
+inline void largest(const float* x, int64_t n, int k, float* values, int64_t* ids) {
+  int held = 0;
+  auto offer = [&](int64_t id) {
+    const float v = x[id];
+    if (held == k && !(v > values[k - 1])) return;
+    int at = held < k ? held++ : k - 1;
+    for (; at > 0 && v > values[at - 1]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
+    values[at] = v, ids[at] = id;
+  };
+  int64_t i = 0;
+  for (; i < k; ++i) offer(i);
+  for (; i + W <= n; i += W) {
+    if (!(hmax(load(x + i)) > values[k - 1])) continue;
+    for (int64_t j = 0; j < W; ++j) offer(i + j);
+  }
+  for (; i < n; ++i) offer(i);
+}
+
+inline void run_logprobs(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_logprobs& a = *static_cast<const hr_logprobs*>(p);
+  each_row(a.rows, chunk, chunks, [&](int64_t r) {
+    const float* x = a.x + r * a.x_stride;
+    const float peak = x[argmax(x, a.n)], mine = x[a.ids[r]];
+    const vf top = set1(peak);
+    Sum64 sum;
+    int64_t i = 0, above = 0;
+    for (; i + W <= a.n; i += W) {
+      const vf v = load(x + i);
+      sum.add(vexp(sub(v, top)));
+      float lanes[W];
+      store(lanes, v);
+      for (int j = 0; j < W; ++j) above += lanes[j] > mine;
+    }
+    double total = sum.value();
+    for (; i < a.n; ++i) total += std::exp(double(x[i] - peak)), above += x[i] > mine;
+    const double norm = double(peak) + std::log(total);
+    a.own[r] = float(double(mine) - norm);
+    a.rank[r] = above + 1;
+    if (a.k <= 0) return;
+    float* best = a.top + r * a.k;
+    largest(x, a.n, a.k, best, a.top_ids + r * a.k);
+    for (int j = 0; j < a.k; ++j) best[j] = float(double(best[j]) - norm);
+  });
+}
+
 inline void run_sample(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_sample& a = *static_cast<const hr_sample*>(p);
   each_row(a.rows, chunk, chunks, [&](int64_t r) {
