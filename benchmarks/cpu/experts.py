@@ -68,7 +68,9 @@ def main() -> None:
                     "gb_s": one * used / native / 1e9,
                 }
             )
-            print("  ".join(f"{v:.2f}" if isinstance(v, float) else f"{v}" for v in rows[-1].values()))
+            print(
+                "  ".join(f"{v:.2f}" if isinstance(v, float) else f"{v}" for v in rows[-1].values())
+            )
     if options.json:
         machine = {"device": runtime.info.name, "isa": op._kernels.isa, "sizes": sizes}
         options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")

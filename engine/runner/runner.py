@@ -21,9 +21,9 @@ from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import (
     SLICE_ELEMENTS,
     HostLogprobs,
+    LogprobsOp,
     SampleOp,
     Sampler,
-    LogprobsOp,
     score,
 )
 from headrace.engine.runner.staging import Transfers

@@ -177,9 +177,7 @@ def penalised(
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def score(
-    op: LogprobsOp, raw: torch.Tensor, ids: torch.Tensor, k: int
-) -> tuple[torch.Tensor, ...]:
+def score(op: LogprobsOp, raw: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """raw logits [N, V], ids [N] -> (ids, log-probability, rank, top ids [N, k], top log-probabilities [N, k])."""
     ids = ids.long()
     return ids, *op(raw, ids, min(k, raw.shape[1]))

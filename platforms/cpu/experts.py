@@ -112,9 +112,7 @@ class NativeExperts(_SortedExperts):
             ]
         )
 
-    def pack_named(
-        self, name: str, w13: Callable[[], Any], w2: Callable[[], Any]
-    ) -> ExpertPanels:
+    def pack_named(self, name: str, w13: Callable[[], Any], w2: Callable[[], Any]) -> ExpertPanels:
         gate_up, down = cache(w13), cache(w2)  # read when the first expert is missing
 
         def one(expert: int) -> tuple[Panels, Panels]:
@@ -152,7 +150,9 @@ class NativeExperts(_SortedExperts):
             out = kernels.empty(tuple(x.shape), x.dtype)
         if kernels.tape is None:
             weights, ids = weights.contiguous(), ids.contiguous()
-        gate_up, down = (FORMATS[op.query.scheme or query.dtype] for op in (self._gate_up, self._down))
+        gate_up, down = (
+            FORMATS[op.query.scheme or query.dtype] for op in (self._gate_up, self._down)
+        )
         args = native.Experts(
             x.data_ptr(), weights.data_ptr(), ids.data_ptr(), packed.w13.ctypes.data, packed.w2.ctypes.data,
             out.data_ptr(), 0, x.stride(0), out.stride(0), x.shape[0], ids.shape[1], query.experts, query.hidden,

@@ -277,7 +277,10 @@ class NativeLogprobs:
             logits = logits.contiguous()
         ids = ids.contiguous()
         own, rank = kernels.empty((rows,), torch.float32), kernels.empty((rows,), torch.int64)
-        top, top_ids = kernels.empty((rows, k), torch.float32), kernels.empty((rows, k), torch.int64)
+        top, top_ids = (
+            kernels.empty((rows, k), torch.float32),
+            kernels.empty((rows, k), torch.int64),
+        )
         kernels.run(
             _LOGPROBS,
             native.Logprobs(

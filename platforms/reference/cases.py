@@ -445,7 +445,7 @@ def logprobs(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
 
     def body(op: Any, draw: _Draw, scale: float, k: int) -> Tensors:
         logits = draw.normal(rows, vocab, scale=scale)
-        logits[0, vocab // 2] = -torch.inf
+        logits[0, vocab // 2] = -200.0
         return tuple(op(logits, draw.integers(vocab, rows), min(k, vocab)))
 
     return [

@@ -22,7 +22,8 @@ ROWS = (1, 3, 5, 9, 40, 77)
 FEW = 4  # native/quant.h, kFineRows
 WIDTH, FEATURES = 512, 50
 NATIVE = ("linear", "embedding", "rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul",
-          "gelu_and_mul", "gelu_tanh_and_mul", "paged_attention", "sample", "topk_softmax", "fused_experts")  # fmt: skip
+          "gelu_and_mul", "gelu_tanh_and_mul", "paged_attention", "sample", "logprobs", "topk_softmax",
+          "fused_experts")  # fmt: skip
 
 
 @pytest.fixture(

@@ -14,10 +14,9 @@ from headrace.engine.runner.batch import BatchBuilder, SampleInputs
 from headrace.engine.runner.randomness import uniform
 from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import Sampler, score
-from headrace.platforms.reference.sampling import logprobs
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.cpu.platform import CpuPlatform
-from headrace.platforms.reference.sampling import sample
+from headrace.platforms.reference.sampling import logprobs, sample
 
 VOCAB = 50
 

@@ -118,9 +118,7 @@ class Stepper:
         query = SampleQuery(vocab, ROWS)
         sample, logprobs = ops.bind("sample", query), ops.bind("logprobs", query)
         limits = RunnerLimits(ROWS, max_tokens, 256)
-        self.runner = Runner(
-            self.model, sample, logprobs, self.runtime, SoloCollectives(), limits
-        )
+        self.runner = Runner(self.model, sample, logprobs, self.runtime, SoloCollectives(), limits)
         layers = tuple(range(len(self.model.kv_specs)))
         group = KVGroup(self.model.kv_specs[0].window, layers, 0, 80)
         form = self.model.attention_impls[0].kv_formats(self.model.attention_impls[0].query)[0]
