@@ -28,8 +28,8 @@ GRAPHS_SINCE = (2, 11)  # the release of torch that brought torch.xpu.XPUGraph
 class Family:
     """One generation of GPUs and a typical device of it, for `--device xpu:<name>` on a machine without one.
 
-    Features are what kernels may ask for: "xmx" matrix units, "bf16" in them, "block_2d" loads of two-dimensional
-    tiles, "fp64", and "integrated": its memory is the machine's.
+    Features are what kernels may ask for: "xmx" matrix units, "xmx16" those that take sub-groups of 16 lanes, "bf16" in
+    them, "block_2d" loads of two-dimensional tiles, "fp64", and "integrated": its memory is the machine's.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Family:
     ids: tuple[int, ...] = ()
 
 
-_XE2 = frozenset({"xmx", "bf16", "block_2d", "fp64"})
+_XE2 = frozenset({"xmx", "xmx16", "bf16", "block_2d", "fp64"})
 _XE_LPG = frozenset({"fp64", "integrated"})
 FAMILIES: Mapping[str, Family] = {
     "pvc": Family(

@@ -32,8 +32,9 @@ SUB_GROUPS = {"pvc": [16, 32], "bmg": [16, 32], "ptl": [16, 32], "lnl": [16, 32]
 # what ocloc is asked for; an older one than the device knows another with the same kinds of instructions
 ASSEMBLED = {"pvc": "pvc", "bmg": "pvc", "ptl": "pvc", "lnl": "pvc", "dg2": "dg2"}
 LARGE_REGISTER_FILE = "-cl-intel-256-GRF-per-thread"
-# Registers that a kernel may spill, about. Heads of 256 hold a quarter of the file for each of 8 rows of sums.
-MOST_SPILLED, MOST_SPILLED_WIDE = 96, 640
+# Registers that a kernel may spill, about. Heads of 256 hold a quarter of the file for 8 rows of sums, and Arc A
+# has half the file; products on the ordinary units hold rows of both operands.
+MOST_SPILLED, MOST_SPILLED_WIDE, MOST_SPILLED_PLAIN = 96, 640, 2500
 MATRIX = "matrix_mad"  # in the name of the built-in function that becomes an instruction of the matrix units
 
 
@@ -90,7 +91,7 @@ def faults(made: Any, info: DeviceInfo) -> str:
     # what the elements of a product are multiplied in, of those that matrix units have
     kinds = re.findall(r"tt\.dot .*?: tensor<\S*x(\w+)> \*", made.asm["ttir"])
     exact = "f32" in kinds or ("bf16" in kinds and "bf16" not in info.features)
-    if kinds and not exact and "xmx" in info.features and MATRIX not in made.asm["llir"]:
+    if kinds and not exact and "xmx16" in info.features and MATRIX not in made.asm["llir"]:
         return "products that miss the matrix units"
     return ""
 
@@ -135,7 +136,10 @@ def main(arch: str, part: str = "") -> int:
             facts += f" {made.metadata.shared:6} local {len(made.asm['spv']):8} SPIR-V"
             spills = spilled(made.asm["spv"], arch)
             facts += f" {spills:5} spilled" if spills >= 0 else ""
-            most = MOST_SPILLED_WIDE if "x256" in variant.name else MOST_SPILLED
+            tight = "x256" in variant.name or "xmx16" not in info.features
+            most = MOST_SPILLED_WIDE if tight else MOST_SPILLED
+            if "tt.dot" in made.asm["ttir"] and MATRIX not in made.asm["llir"]:
+                most = MOST_SPILLED_PLAIN
             wrong = wrong or (f"more than {most} registers spilled" if spills > most else "")
         except Exception as error:  # one that does not compile is a finding, and so are the others
             wrong = f"{type(error).__name__}: {str(error).splitlines()[:1]}"

@@ -166,14 +166,22 @@ def test_nothing_of_another_vendor_is_touched(fake, monkeypatch):
 
 def test_launch_options(fake):
     query = AttentionQuery(32, 8, 128, 128, "bfloat16", "bfloat16", 0.1)
-    tile = {"BLOCK_M": 128, "BLOCK_N": 64, "D_PAD": 128, "PRECISION": "tf32"}
+    tile = {"BLOCK_M": 128, "BLOCK_N": 64, "D_PAD": 128, "GROUP": 20, "PRECISION": "tf32"}
     given = {**tile, "num_warps": 4, "num_stages": 3}
-    change = opened().kernel_options("prefill", query, given)
     # eight rows for a sub-group, and so few keys that they fit its registers
-    assert change == {"num_warps": 16, "num_stages": 2, "BLOCK_N": 16}
+    matrix = {"num_warps": 16, "num_stages": 2, "BLOCK_N": 16}
+    assert opened().kernel_options("prefill", query, given) == matrix
+    # on ordinary units the smallest tile that holds the heads of a group
+    plain = {"num_warps": 16, "num_stages": 2, "BLOCK_M": 32, "BLOCK_N": 16}
     exact = dataclasses.replace(query, dtype="float32")
-    assert opened().kernel_options("prefill", exact, given)["num_warps"] == 4
-    assert opened("mtl").kernel_options("prefill", query, given)["num_warps"] == 4
+    assert opened().kernel_options("prefill", exact, given) == plain
+    for arch in ("dg2", "arl", "mtl"):
+        assert opened(arch).kernel_options("decode", query, given) == plain
+    product = {"BLOCK_M": 64, "BLOCK_K": 64, "PRECISION": "tf32", "num_warps": 4, "num_stages": 4}
+    change = opened().kernel_options("experts_down", query, product)
+    assert change == {"num_warps": 8, "num_stages": 2, "BLOCK_K": 32}
+    assert opened("dg2").kernel_options("experts_down", query, product)["BLOCK_K"] == 16
     assert opened().kernel_options("rms_norm", NormQuery(64, "float16"), {"num_warps": 64}) == {
         "num_warps": tuning.MOST_THREADS // tuning.LANES
     }
+    assert opened().kernel_options("write", query, {}) == {}
