@@ -13,11 +13,13 @@ from tests.platforms.triton.test_interpreter import ROOT, missing
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["attention", "experts"])
+@pytest.mark.parametrize(
+    ("arch", "group"), [("bmg", "attention"), ("bmg", "experts"), ("dg2", "experts")]
+)
 @pytest.mark.timeout(1200)
-def test_contracts(group: str) -> None:
+def test_contracts(arch: str, group: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.platforms.xpu.interpreted", "bmg", group, "float16"],
+        [sys.executable, "-m", "tests.platforms.xpu.interpreted", arch, group, "float16"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
