@@ -62,7 +62,7 @@ LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 12825
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
 # integers that kernels are not specialized on
-NOT_SPECIALIZED = ("table_stride", "splits", "most_tiles")
+NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _routing(runtime: Any) -> Iterator[Variant]:
     """The router and the sort: alike for all dtypes."""
     pointers = {"logits": "fp32", "weights": "fp32"}
     pointers |= dict.fromkeys(("ids", "counts", "order", "tiles"), "i32")
-    scalars = dict.fromkeys(("stride", "P", "most_tiles"), "i32")
+    scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m"), "i32")
     for count, top_k, hidden, size in EXPERTS:
         options = routing.options(RouterQuery(count, top_k, True), runtime)
         kernel = routing.topk_softmax_kernel
@@ -208,7 +208,6 @@ def _routing(runtime: Any) -> Iterator[Variant]:
         query = ExpertsQuery(count, top_k, hidden, size, "bfloat16")
         for one in (True, False):
             options = experts.sort_options(query, runtime, one)
-            options |= {"ONE": one, "BLOCK_M": 64, "TILES": experts.tiles_at_once(options)}
             label = f"experts sort {count}{' at once' if one else ''}"
             yield Variant(label, experts_kernels.sort_kernel, pointers, scalars, options)
         kernel = experts_kernels.count_kernel

@@ -95,12 +95,9 @@ def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict
     size, block = (ONE_CHUNK, 1024) if one else (CHUNK, 512)
     options = {"BLOCK": min(size, block), "num_warps": 8 if one else 4}
     chosen = launch_options("experts_sort", query, runtime, options, dependent=True)
+    # tiles that are found at a time: about 8,192 comparisons
+    chosen |= {"ONE": one, "TILES": min(64, max(4, 8192 // bins))}
     return chosen | {"E": query.experts, "BINS": bins, "CHUNK": size}
-
-
-def tiles_at_once(options: dict[str, Any]) -> int:
-    """Tiles that a program of sort_kernel finds at a time, about 8,192 comparisons."""
-    return int(min(64, max(4, 8192 // options["BINS"])))
 
 
 def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -127,17 +124,32 @@ class TritonExperts(ExpertsImpl):
             )
             for rows in tile_sizes(query)
         }
+        self._pairs = power_of_two(FEW_TOKENS * query.top_k)
+        self._warm = False
         self._count = Launcher(count_kernel, sort_options(query, runtime, False))
-        self._sort = {
-            one: Launchers(sort_kernel, {**sort_options(query, runtime, one), "ONE": one})
-            for one in (True, False)
-        }
+        sorts = {one: sort_options(query, runtime, one) for one in (True, False)}
+        self._bins = sorts[True]["BINS"]
+        self._sort = {one: Launcher(sort_kernel, options) for one, options in sorts.items()}
         options = sum_options(query, runtime)
         self._sum = Launcher(sum_kernel, options)
         self._sum_blocks = triton.cdiv(query.hidden, options["BLOCK"])
 
     def pack(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
-        return w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
+        packed = w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
+        if not self._warm and self._sum.compiled:
+            self._warm = True
+            self._compile(packed)
+        return packed
+
+    def _compile(self, packed: Any) -> None:
+        """Tiles of every height once, now: no step of a server should be the first to need one."""
+        query, tokens = self.query, FEW_TOKENS + 1
+        x = torch.zeros(tokens, query.hidden, dtype=self._dtype, device=packed[0].device)
+        weights = torch.zeros(tokens, query.top_k, device=x.device)
+        ids = torch.arange(query.top_k, dtype=torch.int32, device=x.device).repeat(tokens, 1)
+        for rows in tile_sizes(query):
+            self._rows((x, weights, ids), packed, torch.empty_like(x), rows)
+        self._rows((x[:2], weights[:2], ids[:2]), packed, torch.empty_like(x[:2]))
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any
@@ -150,7 +162,7 @@ class TritonExperts(ExpertsImpl):
         if tokens == 1:
             self._row(x, weights, ids, packed, out)
         elif tokens:
-            self._rows(x, weights, ids, packed, out)
+            self._rows((x, weights, ids), packed, out)
         return out
 
     def _row(
@@ -168,25 +180,21 @@ class TritonExperts(ExpertsImpl):
         self._down_row(self._down_grid, h, packed[1], weights, ids, out, hidden, size)
 
     def _rows(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        packed: Any,
-        out: torch.Tensor,
+        self, routed: tuple[torch.Tensor, ...], packed: Any, out: torch.Tensor, rows: int = 0
     ) -> None:
-        query = self.query
+        """`rows` of a tile; 0 = what fits the number of tokens."""
+        (x, weights, ids), query = routed, self.query
         tokens, hidden, size = x.shape[0], query.hidden, query.intermediate
         pairs = tokens * query.top_k
         few = tokens <= FEW_TOKENS and pairs <= FEW_PAIRS
         if few:
             rows, order, tiles, count = 16, ids, ids, pairs
         else:
-            rows = tile_rows(query, tokens)
+            rows = rows or tile_rows(query, tokens)
             count = most_tiles(query, pairs, rows)
             order, tiles = self._sorted(ids, pairs, rows, count)
         gate_up, down = self._products[rows]
-        padded = power_of_two(pairs) if few else 1
+        padded = self._pairs if few else 1
         h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
         grid = (triton.cdiv(size, gate_up.options["BLOCK_N"]), count, 1)
         gate_up(FEW=few, PAIRS=padded)(
@@ -208,10 +216,9 @@ class TritonExperts(ExpertsImpl):
         def integers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
-        counts = integers(2, chunks, sort.options["BINS"])
+        counts = integers(2, chunks, self._bins)
         order, tiles = integers(pairs), integers(count, 3)
         if not one:
             self._count((chunks, 1, 1), ids, counts, pairs)
-        launch = sort(BLOCK_M=rows, TILES=tiles_at_once(sort.options))
-        launch((chunks, 1, 1), ids, counts, order, tiles, pairs, count)
+        sort((chunks, 1, 1), ids, counts, order, tiles, pairs, count, rows)
         return order, tiles

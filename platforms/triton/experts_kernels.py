@@ -3,6 +3,7 @@
 One token: two products on the ordinary units. Up to 16 tokens: each expert's first pair computes for all pairs of
 that expert. More: pairs are sorted by expert, in tiles of BLOCK_M that no two experts share. In each case an expert's
 weights are read once for a tile. Nothing is read back by the host: grids cover the most tiles that there can be.
+What changes from step to step is never a compile-time constant: a step must not wait for a compiler.
 
 h [P, INTER] and y [P, H] have a row for each pair. w13 is [E, 2 * INTER, H] (gate's rows, then up's), w2 [E, H, INTER].
 Sums are float32. The order of pairs within an expert is not fixed, and no result depends on it.
@@ -27,7 +28,7 @@ def _counted(ids, start, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.const
     return counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def count_kernel(
     ids, counts, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,13 +41,14 @@ def count_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["most_tiles"])
+@triton.jit(do_not_specialize=["P", "most_tiles", "block_m"])
 def sort_kernel(
-    ids, counts, order, tiles, P, most_tiles, ONE: tl.constexpr, E: tl.constexpr,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    ids, counts, order, tiles, P, most_tiles, block_m, ONE: tl.constexpr, E: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """order [P]: pairs by expert. tiles [most_tiles, 3]: expert, first place in `order`, and where its rows stop.
+    """order [P]: pairs by expert. tiles [most_tiles, 3]: expert, first place in `order`, and where its rows stop, at
+    most block_m further.
 
     A program places the pairs of a chunk: behind those of lower experts, and of its expert in earlier chunks. With
     ONE chunk it counts them itself; else its row of `counts` gives way to where the next pair of each expert goes,
@@ -76,15 +78,15 @@ def sort_kernel(
         mine = tl.load(ids + pair, mask=pair < P, other=0)
         place = tl.atomic_add(nexts + mine, 1, mask=pair < P)
         tl.store(order + place, pair, mask=pair < P)
-    number = (total + BLOCK_M - 1) // BLOCK_M
+    number = (total + block_m - 1) // block_m
     tile_end = tl.cumsum(number, axis=0)
     tile_start = tile_end - number
     for base in range(chunk * TILES, most_tiles, chunks * TILES):
         tile = base + tl.arange(0, TILES)
         order_in = tile[:, None] - tile_start[None, :]
         hit = (order_in >= 0) & (tile[:, None] < tile_end[None, :])
-        first = start[None, :] + order_in * BLOCK_M
-        stop = tl.minimum(first + BLOCK_M, end[None, :])
+        first = start[None, :] + order_in * block_m
+        stop = tl.minimum(first + block_m, end[None, :])
         place = tiles + 3 * tile
         real = tile < most_tiles
         tl.store(place, tl.sum(tl.where(hit, expert[None, :], 0), axis=1), mask=real)
@@ -114,7 +116,7 @@ def _tile(ids, order, tiles, P, FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M:
     return expert, pair, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def gate_up_kernel(
     x, w13, h, ids, order, tiles, P, stride_x, H, INTER, TOP_K: tl.constexpr, KIND: tl.constexpr,
     FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -151,7 +153,7 @@ def gate_up_kernel(
         tl.store(place, value.to(h.dtype.element_ty), mask=live[:, None] & (n < INTER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def down_kernel(
     h, w2, y, ids, order, tiles, P, H, INTER, FEW: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,

@@ -72,14 +72,17 @@ class Launcher:
     MOST_KNOWN = 4096
 
     def __init__(self, kernel: Any, options: Mapping[str, Any]) -> None:
-        self._kernel, self._options = kernel, dict(options)
-        self._compiled = isinstance(kernel, triton.JITFunction)  # else it is interpreted
+        # constants in capitals may be of a sister that shares the options
+        names = set(kernel.arg_names)
+        used = {key: value for key, value in options.items() if key in names or key.islower()}
+        self._kernel, self._options = kernel, used
+        self.compiled = isinstance(kernel, triton.JITFunction)  # else it is interpreted
         self._known: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._stream: Any = None
         self._tensors = 0
         self._by_size = False
         self._constants: tuple[Any, ...] = ()
-        if self._compiled:
+        if self.compiled:
             constant = [parameter.is_constexpr for parameter in kernel.params]
             if constant != sorted(constant):
                 raise TypeError(
@@ -88,7 +91,7 @@ class Launcher:
             self._constants = tuple(options[p.name] for p in kernel.params if p.is_constexpr)
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
-        if not self._compiled:
+        if not self.compiled:
             self._kernel[grid](*arguments, **self._options)
             return
         tensors, numbers = arguments[: self._tensors], arguments[self._tensors :]

@@ -79,6 +79,43 @@ def test_experts_of_many_tokens(make, runtime, experts, top_k, tokens):
     torch.testing.assert_close(*results, rtol=relative, atol=absolute)
 
 
+def test_a_router_takes_nan(make, runtime):
+    route = make("topk_softmax", "triton", RouterQuery(60, 4, True))
+    logits = torch.randn(5, 60, device=runtime.device)
+    logits[1, 7], logits[2], logits[3] = torch.nan, torch.nan, -torch.inf
+    weights, ids = route(logits, 4, True)
+    assert ((ids >= 0) & (ids < 60)).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert weights[0].isfinite().all() and weights[1:3].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 200])
+def test_graphs_of_experts_follow_the_router(make, runtime, tokens):
+    """Which experts are needed, and how many tiles, is not known when a step is captured."""
+    query = ExpertsQuery(32, 4, 256, 128, "bfloat16")
+    op, route = make("fused_experts", "triton", query), RouterQuery(32, 4, True)
+    route = make("topk_softmax", "triton", route)
+    draw = cases._Draw(runtime.device, 2)
+    packed = op.pack(
+        draw.normal(32, 256, 256, dtype="bfloat16", scale=1 / 16),
+        draw.normal(32, 256, 128, dtype="bfloat16", scale=1 / 11),
+    )
+    x, logits = draw.normal(tokens, 256, dtype="bfloat16"), draw.normal(tokens, 32)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        op(x, *route(logits, 4, True), packed)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        out = op(x, *route(logits, 4, True), packed)
+        graph.capture_end()
+        for scale in (1.0, 30.0, 0.0):  # spread, and all tokens on the same experts
+            logits.copy_(draw.normal(tokens, 32) * scale)
+            graph.replay()
+            want = op(x, *route(logits, 4, True), packed)
+            torch.testing.assert_close(out, want)
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_long_and_many(make, runtime, dtype):
     """Contexts of thousands of tokens, a batch of 64, prompts of several tiles: what the cases are too small for."""

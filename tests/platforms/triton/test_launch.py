@@ -40,7 +40,8 @@ def backwards(x, BLOCK: tl.constexpr, rows):
 
 @pytest.fixture
 def recorder(monkeypatch):
-    active = SimpleNamespace(get_current_stream=lambda device: 7)
+    target = SimpleNamespace(backend="cuda")
+    active = SimpleNamespace(get_current_stream=lambda device: 7, get_current_target=lambda: target)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return Recorder(kernel)
 
@@ -89,6 +90,12 @@ def test_the_table_does_not_grow_without_end(recorder):
     for rows in range(50):
         launch(GRID, x, y, rows, 0.5)
     assert len(launch._known) <= 8
+
+
+def test_constants_of_sisters_are_left_out(recorder):
+    launch = Launcher(recorder, {**OPTIONS, "OTHER": 3})
+    launch(GRID, torch.zeros(32), torch.zeros(32), 5, 0.5)
+    assert recorder.launches[0][3] == OPTIONS
 
 
 def test_constants_come_last():
