@@ -57,7 +57,7 @@ void numbers(Memory& memory, int dtype, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     float v = normal(random_bits);
     if (odd && chance(odd)) v = one_of({NAN, INFINITY, -INFINITY, 1e38f, -1e38f, 0.0f, 1e-40f, 65504.0f});
-    if (dtype == HR_F32) memory.as<float>()[i] = v;
+    if (dtype == HR_F32) std::memcpy(memory.data() + i * 4, &v, 4);  // stored weights lie at any address
     else if (dtype == HR_BF16) hr::from_float(v, memory.as<hr::bf16>() + i);
     else hr::from_float(v, memory.as<hr::fp16>() + i);
   }

@@ -25,7 +25,7 @@ FLAGS = {  # as setup.py compiles them
     "neon_dot": ["-march=armv8.2-a+dotprod+fp16"],
 }
 COMMON = ["-std=c++20", "-g", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread", "-w"]
-MEMORY = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+MEMORY = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREADS = ["-O1", "-fsanitize=thread"]
 
 

@@ -113,6 +113,19 @@ def test_zero_and_huge_rows(native, kind):
     assert ((y[1] - want).abs() <= 2e-3 * 1e6 * weight.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K"])
+def test_what_is_not_finite_spoils_its_row_only(native, kind, bad):
+    """Integers have no NaN: the scale of the activations carries it."""
+    op = native("linear", LinearQuery(256, 16, "float32", kind))
+    packed = op.pack(blocks(kind, 16, 256, seed=4), None)
+    for rows in (1, 3, 9):
+        x = torch.ones(rows, 256)
+        x[rows - 1, 40] = bad
+        y = op(x, packed)
+        assert y[: rows - 1].isfinite().all() and not y[rows - 1].isfinite().any()
+
+
 @pytest.mark.parametrize("scale", [1.0, 24.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", TYPES)

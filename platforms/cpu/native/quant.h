@@ -243,7 +243,7 @@ struct QuantRows {
   }
 };
 
-inline int to_int8(vf whole, int8_t* out, int stride) {  // W numbers, four together; returns their sum
+inline float to_int8(vf whole, int8_t* out, int stride) {  // W numbers, four together; returns their sum, NaN with a NaN
   alignas(16) int8_t v[W];
 #if HR_AVX512
   _mm_store_si128(reinterpret_cast<__m128i*>(v), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)));
@@ -251,7 +251,7 @@ inline int to_int8(vf whole, int8_t* out, int stride) {  // W numbers, four toge
   for (int j = 0; j < W; ++j) v[j] = int8_t(whole[j]);
 #endif
   for (int j = 0; j < W; j += 4) std::memcpy(out + j * stride, v + j, 4);
-  return int(sum(whole));
+  return sum(whole);
 }
 
 // Blocks [first, last) of 32 inputs of the row x, which becomes row r of `out`.
@@ -267,8 +267,7 @@ void quantize_row(const T* x, int64_t first, int64_t last, int group, int zero_p
     }
     const float largest = hmax(top);
     const float d = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    int sums[2] = {0, 0}, fine_sums[2] = {0, 0};
-    float exact[2] = {0.0f, 0.0f};
+    float sums[2] = {0.0f, 0.0f}, fine_sums[2] = {0.0f, 0.0f}, exact[2] = {0.0f, 0.0f};
     for (int i = 0; i < 32 / W; ++i) {
       const vf scaled = mul(v[i], set1(inverse));
       const vf whole = round_even(scaled);
@@ -280,12 +279,15 @@ void quantize_row(const T* x, int64_t first, int64_t last, int group, int zero_p
         exact[i * W / 16] += sum(v[i]);
       }
     }
-    out.d[b * stride + r] = d;
+    // a NaN has no place among the integers: the scale carries it
+    const float total = sums[0] + sums[1];
+    const bool spoilt = total != total;
+    out.d[b * stride + r] = spoilt ? total : d;
     if (group == 32) sums[0] += sums[1], fine_sums[0] += fine_sums[1], exact[0] += exact[1];
     for (int h = 0; h < 32 / group; ++h) {
       const int64_t at = (b * (32 / group) + h) * stride + r;
-      out.zero[at] = -zero_point * sums[h];
-      out.fine_zero[at] = -zero_point * fine_sums[h];
+      out.zero[at] = spoilt ? 0 : -zero_point * int(sums[h]);
+      out.fine_zero[at] = spoilt ? 0 : -zero_point * int(fine_sums[h]);
       out.sum[at] = fine ? exact[h] : d * float(sums[h]);
     }
   }
