@@ -11,6 +11,8 @@ constexpr int kRowBlock = 512;   // rows that share one dequantized panel
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
+// Without tiles, rows from which a step that reads prompts makes panels bf16 for the dot products of that type.
+constexpr int kWideRows = 16;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
 
@@ -45,8 +47,13 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
   else write_row<fp16>(a, c, row, panel);
 }
 
-// Rows of x lie in the scratch memory in sets of kRows, few rows in one smaller set.
-inline int set_rows(const hr_linear& a) { return a.rows <= kFineRows ? row_stride(a.rows) : kRows; }
+// Both terms of x: what a prompt leaves in the cache must not depend on how many of its tokens were cached before.
+inline bool is_fine(const hr_linear& a) { return a.exact || a.rows <= kFineRows; }
+
+// Rows of x lie in the scratch memory in sets of as many as a kernel takes, few rows in one smaller set.
+inline int set_rows(const hr_linear& a) {
+  return a.rows <= kFineRows ? row_stride(a.rows) : is_fine(a) ? kFineRows : kRows;
+}
 
 inline int64_t linear_scratch(int64_t rows, int64_t k) {
   const int64_t sets = (rows + kRows - 1) / kRows;
@@ -55,11 +62,11 @@ inline int64_t linear_scratch(int64_t rows, int64_t k) {
 
 // Blocks [first, last) of 32 inputs of all rows in one set.
 inline void quantize(const hr_linear& a, const QuantType& t, int set, int64_t first, int64_t last, void* out) {
-  const bool fine = a.rows <= kFineRows;
+  const bool fine = is_fine(a);
   const int stride = set_rows(a);
   const QuantRows rows(out, a.k, stride);
-  for (int r = 0; r < stride && set * kRows + r < a.rows; ++r) {
-    const int64_t at = int64_t(set * kRows + r) * a.x_stride;
+  for (int r = 0; r < stride && set * stride + r < a.rows; ++r) {
+    const int64_t at = int64_t(set * stride + r) * a.x_stride;
     if (a.x_dtype == HR_F32)
       quantize_row(static_cast<const float*>(a.x) + at, first, last, t.group, t.zero, fine, rows, r, stride);
     else if (a.x_dtype == HR_F16)
@@ -74,13 +81,14 @@ inline void run_quantize(const void* p, int chunk, int chunks, Scratch&) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   QuantType t{};
   quant_type(a.format, &t);
-  const int64_t blocks = a.k / 32, sets = (a.rows + kRows - 1) / kRows;
+  const int stride = set_rows(a);
+  const int64_t blocks = a.k / 32, sets = (a.rows + stride - 1) / stride;
   const int64_t end = sets * blocks * (chunk + 1) / chunks;
   for (int64_t at = sets * blocks * chunk / chunks; at < end;) {
     const int64_t set = at / blocks, first = at % blocks;
     const int64_t last = end - set * blocks < blocks ? end - set * blocks : blocks;
     quantize(a, t, int(set), first, last,
-             static_cast<uint8_t*>(a.scratch) + set * QuantRows::bytes(a.k, kRows));
+             static_cast<uint8_t*>(a.scratch) + set * QuantRows::bytes(a.k, stride));
     at += last - first;
   }
 }
@@ -103,10 +111,11 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
   float c[kRows][kCols];
   for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * shape.bytes;
-    for (int r = 0; r < a.rows; r += kRows) {
-      const int n = a.rows - r < kRows ? a.rows - r : kRows;
-      const QuantRows x(rows + r / kRows * bytes, a.k, stride);
-      panel_fn(t, n, a.rows <= kFineRows)(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
+    for (int r = 0; r < a.rows; r += stride) {
+      const int n = a.rows - r < stride ? a.rows - r : stride;
+      const QuantRows x(rows + r / stride * bytes, a.k, stride);
+      const int least = is_fine(a) && stride == kFineRows ? 3 : 1;  // the kernels of fewer rows expect a smaller set
+      panel_fn(t, n < least ? least : n, is_fine(a))(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
   }
@@ -127,6 +136,28 @@ void run_linear_rows(const void* p, int chunk, int chunks, Scratch&) {
     }
   }
 }
+
+#if HR_DEQUANT
+// Quantized panels made bf16, for many rows.
+inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch& scratch) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  QuantType t{};
+  quant_type(a.format, &t);
+  const PanelShape shape(t, a.k);
+  const int64_t all = panels(a.n);
+  uint8_t* wide = scratch.need(size_t(a.k * kCols * 2));
+  float c[kRows][kCols];
+  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
+    dequant_panel(t, static_cast<const uint8_t*>(a.packed) + panel * shape.bytes, shape, wide);
+    for (int r = 0; r < a.rows; r += kRows) {
+      const int n = a.rows - r < kRows ? a.rows - r : kRows;
+      std::memset(c, 0, sizeof c);
+      mm_rows<true>(static_cast<const bf16*>(a.x) + r * a.x_stride, a.x_stride, wide, kCols * 4, a.k, c, n);
+      for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
+    }
+  }
+}
+#endif
 
 #if HR_AMX
 // Two panels against up to kRowBlock rows of x.
@@ -196,6 +227,12 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   // Few rows: large chunks, for the memory is read in long runs. More rows: small ones, so that threads end together.
   const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? 6 : 16);
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
+#if HR_DEQUANT
+  if (quantized && a.exact && a.rows >= kWideRows && a.x_dtype == HR_BF16) {
+    out[0] = {run_linear_wide, &a, chunks};
+    return 1;
+  }
+#endif
   if (quantized) {
     int steps = 0;
     if (a.rows > kOwnRows) out[steps++] = {run_quantize, &a, threads};

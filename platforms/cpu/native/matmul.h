@@ -190,7 +190,11 @@ inline void mm_tiles(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, 
   asm volatile("" ::: "memory");
 }
 
-// One panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit multiplies.
+#endif
+
+#if HR_AVX512 && defined(__AVX512BF16__)
+#define HR_DEQUANT 1
+// One panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit and the dot products of bf16 multiply.
 template <int BITS, int GROUP, bool MIN>
 void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point, uint8_t* out) {
   const uint8_t* data = panel + shape.data_at;
