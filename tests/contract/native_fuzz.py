@@ -24,7 +24,15 @@ FLAGS = {  # as setup.py compiles them
     "avx2": ["-march=haswell"],
     "neon_dot": ["-march=armv8.2-a+dotprod+fp16"],
 }
-COMMON = ["-std=c++20", "-g", "-fno-math-errno", "-fno-omit-frame-pointer", "-pthread", "-w", "-Wno-psabi"]
+COMMON = [
+    "-std=c++20",
+    "-g",
+    "-fno-math-errno",
+    "-fno-omit-frame-pointer",
+    "-pthread",
+    "-w",
+    "-Wno-psabi",
+]
 MEMORY = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREADS = ["-O1", "-fsanitize=thread"]
 
