@@ -25,7 +25,6 @@ BUILDS = X86 if MACHINE in ("x86_64", "amd64") else ARM if MACHINE in ("aarch64"
 COMMON = ["-std=c++20", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-Wno-psabi"]
 
 
-
 class BuildExt(build_ext):
     """Objects of one source for several instruction sets have one name: each extension gets a folder of its own.
 

@@ -187,7 +187,9 @@ CONTRACTS: Mapping[str, OpContract] = {
             Selected by SampleQuery; k <= V. logprob and top are log-softmax over V, float32; rank is one more than the
             number of larger logits; top holds the k largest, best first, of equal ones any. A row with NaN or without
             any finite logit gives anything.""",
-            {"float32": (1e-5, 1e-5)},
+            dict.fromkeys(
+                _EXACT, (1e-5, 1e-5)
+            ),  # logits are float32 whatever the model computes in
             shrink={"vocab": 2048},
         ),
     )

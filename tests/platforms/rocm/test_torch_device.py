@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,10 +200,13 @@ def test_ranks_meet_over_rccl(runtime, monkeypatch):
 
 
 @pytest.mark.slow
-def test_collectives_of_two_ranks(tmp_path):
+def test_collectives_of_two_ranks(tmp_path, monkeypatch):
     """The shared collectives over gloo: what they compute does not depend on the library."""
     import torch.multiprocessing as mp
 
+    monkeypatch.syspath_prepend(
+        str(Path(__file__).parents[3])
+    )  # the ranks import this module by its name
     mp.spawn(_rank, args=(str(tmp_path / "meet"),), nprocs=2)
 
 
