@@ -22,7 +22,9 @@ QUESTIONS = (
     "How many days has a week?",
     "Name three colours.",
 )
-TOLERANCE = 0.15  # of a log-probability: bfloat16 activations through 30 layers
+# Of a log-probability: bfloat16 activations through 30 layers. Measured: 0.05 to 0.18 over eight questions with kernels
+# whose products are exact to 0.2 %; in float32 the same requests differ by less than 0.001.
+TOLERANCE = 0.25
 
 
 @pytest.fixture(scope="module")

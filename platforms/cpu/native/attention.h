@@ -252,11 +252,11 @@ struct PrefillState {  // views into a thread's scratch
   float *scores, *acc, *m, *l;
 };
 
-// Softmax of one tile of scores: masks, new maximum, shrinks what was summed, leaves probabilities in `prob`, times
-// `vs` if given. ks, vs: see Cache::scales.
+// Softmax of one tile of scores, `width` wide of which `keys` count: masks, new maximum, shrinks what was summed, leaves
+// probabilities in `prob`, times `vs` if given. ks, vs: see Cache::scales.
 template <class T>
 inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int rows, int group, int64_t first_key,
-                         int64_t keys, int64_t last_visible0, const float* ks, const float* vs) {
+                         int64_t keys, int64_t width, int64_t last_visible0, const float* ks, const float* vs) {
   const int64_t d = a.head_dim;
   for (int r = 0; r < rows; ++r) {
     float* s = st.scores + r * kKeyTile;
@@ -265,25 +265,25 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
     const int64_t to = std::clamp<int64_t>(last + 1 - first_key, 0, keys);
     const int64_t from = a.window > 0 ? std::clamp<int64_t>(last + 1 - a.window - first_key, 0, to) : 0;
     if (from >= to) {
-      std::memset(static_cast<void*>(out), 0, sizeof(T) * kKeyTile);
+      std::memset(static_cast<void*>(out), 0, sizeof(T) * size_t(width));
       continue;
     }
-    for (int64_t i = 0; i < kKeyTile; i += W) {
+    for (int64_t i = 0; i < width; i += W) {
       vf v = mul(load(s + i), load(ks + i));
       if (a.softcap > 0.0f) v = mul(vtanh(mul(v, set1(1.0f / a.softcap))), set1(a.softcap));
       store(s + i, v);
     }
     for (int64_t i = 0; i < from; ++i) s[i] = kMinus;
-    for (int64_t i = to; i < kKeyTile; ++i) s[i] = kMinus;
+    for (int64_t i = to; i < width; ++i) s[i] = kMinus;
     vf tops = load(s);
-    for (int64_t i = W; i < kKeyTile; i += W) tops = vmax(tops, load(s + i));
+    for (int64_t i = W; i < width; i += W) tops = vmax(tops, load(s + i));
     const float top = std::max(st.m[r], hmax(tops));
-    const float shrink = st.m[r] == kMinus ? 0.0f : std::exp(st.m[r] - top);
-    for (int64_t i = 0; i < kKeyTile; i += W) store(s + i, vexp(sub(load(s + i), set1(top))));
+    const float shrink = st.m[r] == top ? 1.0f : st.m[r] == kMinus ? 0.0f : std::exp(st.m[r] - top);
+    for (int64_t i = 0; i < width; i += W) store(s + i, vexp(sub(load(s + i), set1(top))));
     for (int64_t i = 0; i < from; ++i) s[i] = 0.0f;
-    for (int64_t i = to; i < kKeyTile; ++i) s[i] = 0.0f;
+    for (int64_t i = to; i < width; ++i) s[i] = 0.0f;
     vf total = zero();
-    for (int64_t i = 0; i < kKeyTile; i += W) {
+    for (int64_t i = 0; i < width; i += W) {
       const vf e = load(s + i);
       total = add(total, e);
       store(out + i, vs ? mul(e, load(vs + i)) : e);
@@ -300,6 +300,25 @@ inline int64_t key_step(int64_t block_size) {
   for (const int64_t step : {kKeyTile, int64_t(32), int64_t(48)})
     if (block_size % step == 0) return step;
   return 16;
+}
+
+// Values in pairs of tokens, of which `live` count: how many may be multiplied, zeros behind the last one. Memory there
+// may hold anything, NaN included, and zero times NaN is NaN. buffer: step * d.
+template <class C>
+inline int64_t clean_tail(Tile* v, C* buffer, int64_t live, int64_t step, int64_t d) {
+  const int64_t padded = step % 32 == 0 ? (live + 31) / 32 * 32 : (live + 1) / 2 * 2;
+  if (padded == live) return live;
+  const C* from = reinterpret_cast<const C*>(v->data);
+  const int64_t whole = live / 2 * 2 * d, written = (live + 1) / 2 * 2 * d;
+  if (from != buffer) std::memcpy(static_cast<void*>(buffer), from, sizeof(C) * size_t(whole));
+  if (live & 1)
+    for (int64_t i = 0; i < d; ++i) {
+      buffer[whole + 2 * i] = from[whole + 2 * i];
+      std::memset(static_cast<void*>(buffer + whole + 2 * i + 1), 0, sizeof(C));
+    }
+  std::memset(static_cast<void*>(buffer + written), 0, sizeof(C) * size_t(padded * d - written));
+  v->data = reinterpret_cast<const uint8_t*>(buffer);
+  return padded;
 }
 
 template <class S, class C>
@@ -340,34 +359,24 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   for (int r = 0; r < kQueryRows; ++r) st.m[r] = kMinus, st.l[r] = 0.0f;
   const int64_t end = last0 + tokens;  // keys any of these queries sees
   const int64_t begin = a.window > 0 ? std::max<int64_t>(last0 + 1 - a.window, 0) : 0;
-  const int64_t step = key_step(s);
+  // A tile of keys is one piece or several, each within a block.
+  const int64_t step = key_step(s), span = kKeyTile / step * step;
   alignas(64) float ks[kKeyTile], vs[kKeyTile];
-  for (int64_t t = begin / step * step; t < end; t += step) {
-    const int64_t block = table[t / s], in = t % s, keys = std::min<int64_t>(step, end - t);
-    const Tile k = cache.keys(block, head, in, step, key_tile);
-    Tile v = cache.values(block, head, in, keys, value_tile);
-    cache.scales(block, head, in, keys, kKeyTile, a.scale, ks, vs);
-    tile_product(q, d, rows, k.data, k.ldb, 64, d, step, st.scores, kKeyTile, false);
-    tile_softmax(a, st, prob, rows, group, t, keys, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
-    int64_t used = keys;
-    if (kPairs) {
-      const int64_t padded = step % 32 == 0 ? (keys + 31) / 32 * 32 : (keys + 1) / 2 * 2;
-      if (padded != keys) {  // memory past the last key may hold anything, NaN included: zero times NaN is NaN
-        const C* from = reinterpret_cast<const C*>(v.data);
-        if (from != value_tile) std::memcpy(static_cast<void*>(value_tile), from, sizeof(C) * size_t(keys / 2 * 2 * d));
-        const int64_t whole = keys / 2 * 2 * d;
-        if (keys & 1)
-          for (int64_t i = 0; i < d; ++i) {
-            value_tile[whole + 2 * i] = from[whole + 2 * i];
-            std::memset(static_cast<void*>(value_tile + whole + 2 * i + 1), 0, sizeof(C));
-          }
-        const int64_t written = (keys + 1) / 2 * 2 * d;
-        std::memset(static_cast<void*>(value_tile + written), 0, sizeof(C) * size_t(padded * d - written));
-        v.data = reinterpret_cast<const uint8_t*>(value_tile);
-      }
-      used = padded;
+  for (int64_t t = begin / step * step; t < end; t += span) {
+    const int64_t keys = std::min<int64_t>(span, end - t), pieces = (keys + step - 1) / step;
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int64_t block = table[(t + i * step) / s], in = (t + i * step) % s;
+      const Tile k = cache.keys(block, head, in, step, key_tile);
+      cache.scales(block, head, in, std::min<int64_t>(step, keys - i * step), step, a.scale, ks + i * step, vs + i * step);
+      tile_product(q, d, rows, k.data, k.ldb, 64, d, step, st.scores + i * step, kKeyTile, false);
     }
-    tile_product(prob, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
+    tile_softmax(a, st, prob, rows, group, t, keys, pieces * step, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
+    for (int64_t i = 0; i < pieces; ++i) {
+      const int64_t live = std::min<int64_t>(step, keys - i * step);
+      Tile v = cache.values(table[(t + i * step) / s], head, (t + i * step) % s, live, value_tile);
+      const int64_t used = kPairs ? clean_tail(&v, reinterpret_cast<C*>(value_tile), live, step, d) : live;
+      tile_product(prob + i * step, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
+    }
   }
   for (int r = 0; r < rows; ++r) {
     const int qh = head * group + r % group;

@@ -40,10 +40,22 @@ inline void rows_expand(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb,
 }
 
 #if HR_AVX512 && defined(__AVX512BF16__)
-// acc += w * the pair at x, for all columns: one instruction, where the compiler would load first.
-inline __m512 dot2(__m512 acc, __m512bh w, const bf16* x) {
-  typedef uint32_t __attribute__((may_alias)) pair;
-  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*reinterpret_cast<const pair*>(x)));
+// acc + w * the pair of row R, `at` bytes on, for all columns. Eight rows, `lda` bytes apart, are reached from three
+// pointers: one register for each row is more than there are, and a compiler that computes addresses anew is half as
+// fast. What is read is not said to the compiler: see rows_pairs.
+template <int R, int at>
+inline __m512 dot2(__m512 acc, __m512bh w, const char* row0, const char* row3, const char* row6, int64_t lda) {
+#define HR_DOT(place, row)                                   \
+  asm("vdpbf16ps %c4" place "%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "r"(row), "r"(lda), "i"(at))
+  if constexpr (R == 0) HR_DOT("(%2)", row0);
+  if constexpr (R == 1) HR_DOT("(%2,%3)", row0);
+  if constexpr (R == 2) HR_DOT("(%2,%3,2)", row0);
+  if constexpr (R == 3) HR_DOT("(%2)", row3);
+  if constexpr (R == 4) HR_DOT("(%2,%3,4)", row0);
+  if constexpr (R == 5) HR_DOT("(%2,%3,2)", row3);
+  if constexpr (R == 6) HR_DOT("(%2)", row6);
+  if constexpr (R == 7) HR_DOT("(%2,%3,4)", row3);
+#undef HR_DOT
   return acc;
 }
 #endif
@@ -60,25 +72,40 @@ inline void rows_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb
     acc[r][0] = _mm512_loadu_ps(c[r]);
     for (int u = 1; u < U; ++u) acc[r][u] = _mm512_setzero_ps();
   }
-  int64_t p = 0;
-  const int64_t pairs = k / 2;
+  // What was written before is in memory before the products read it, for they depend on this statement; and nothing
+  // is written over it before the last one, on which they depend.
+  asm volatile("" : "+r"(a) : : "memory");
+  const int64_t l = 2 * lda;
+  const char *row0 = reinterpret_cast<const char*>(a), *row3 = row0 + 3 * l, *row6 = row0 + 6 * l;
   const bool weights = ldb == kCols * 4;  // a stream: fetched further ahead than the hardware dares while it computes
-  for (; p + U <= pairs; p += U)
-#pragma GCC unroll 4
-    for (int u = 0; u < U; ++u) {
-      const __m512bh w = (__m512bh)_mm512_loadu_si512(b + (p + u) * ldb);
-      if (weights) _mm_prefetch(reinterpret_cast<const char*>(b + (p + u) * ldb + kAhead), _MM_HINT_T0);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
-        acc[r][u] = dot2(acc[r][u], w, a + r * lda + 2 * (p + u));
-    }
-  for (; p < pairs; ++p) {
-    const __m512bh w = (__m512bh)_mm512_loadu_si512(b + p * ldb);
-    for (int r = 0; r < R; ++r)
-      acc[r][0] = dot2(acc[r][0], w, a + r * lda + 2 * p);
+// indices that are constants before anything is optimized keep the sums in registers
+#define HR_ROW(r, u) \
+  if constexpr (R > r) acc[r][u] = dot2<r, 4 * u>(acc[r][u], w, row0, row3, row6, l)
+#define HR_STEP(u)                                                                                              \
+  if constexpr (U > u) {                                                                                        \
+    const __m512bh w = (__m512bh)_mm512_loadu_si512(b + u * ldb);                                               \
+    if (weights) _mm_prefetch(reinterpret_cast<const char*>(b + u * ldb + kAhead), _MM_HINT_T0);                \
+    HR_ROW(0, u); HR_ROW(1, u); HR_ROW(2, u); HR_ROW(3, u); HR_ROW(4, u); HR_ROW(5, u); HR_ROW(6, u); HR_ROW(7, u); \
   }
+  int64_t pairs = k / 2;
+  for (; pairs >= U; pairs -= U) {
+    HR_STEP(0)
+    HR_STEP(1)
+    HR_STEP(2)
+    HR_STEP(3)
+    b += U * ldb;
+    row0 += 4 * U, row3 += 4 * U, row6 += 4 * U;
+  }
+  for (; pairs > 0; --pairs) {
+    HR_STEP(0)
+    b += ldb;
+    row0 += 4, row3 += 4, row6 += 4;
+  }
+#undef HR_STEP
+#undef HR_ROW
   for (int r = 0; r < R; ++r) {
     for (int u = 1; u < U; ++u) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][u]);
+    asm volatile("" : "+v"(acc[r][0]) : : "memory");
     _mm512_storeu_ps(c[r], acc[r][0]);
   }
 #else
