@@ -52,6 +52,13 @@ struct Cache {  // strides in elements; see hr_kv_write for the layouts
     widen(from, buffer, (live + kLane - 1) / kLane * kLane * d);
     return {reinterpret_cast<const uint8_t*>(buffer), d * 4};
   }
+  // As much of a block's keys and values as n tokens have, from the in-th token's share on: blocks lie anywhere, so the
+  // hardware does not guess the next one.
+  void fetch_ahead(int64_t block, int head, int64_t in, int64_t n) const {
+    const char* from_k = reinterpret_cast<const char*>(run(k, block, head) + in * d);
+    const char* from_v = reinterpret_cast<const char*>(run(v, block, head) + in * d);
+    for (int64_t at = 0; at < n * d * int64_t(sizeof(S)); at += 64) __builtin_prefetch(from_k + at), __builtin_prefetch(from_v + at);
+  }
   // What scores and probabilities of n tokens are multiplied with: `scale`, and the numbers' own scales. Behind `live`
   // lie zeros, for memory there may hold anything.
   void scales(int64_t block, int head, int64_t in, int64_t live, int64_t n, float scale, float* ks, float* vs) const {
@@ -80,6 +87,7 @@ void decode_range(const hr_attention& a, const Cache<S, C>& cache, const C* q, C
   for (int64_t t = from / kCols * kCols; t < to; t += kCols) {
     const int64_t in = t % s, block = table[t / s];
     const int live = int(std::min<int64_t>(to - t, kCols)), dead = int(std::max<int64_t>(from - t, 0));
+    if (t + s < to) cache.fetch_ahead(table[(t + s) / s], head, in, kCols);
     const Tile keys = cache.keys(block, head, in, kCols, buffer);
     const Tile values = cache.values(block, head, in, live, buffer + kCols * d);
     cache.scales(block, head, in, live, kCols, a.scale, ks, vs);

@@ -77,24 +77,50 @@ class Pool {
     const auto from = std::chrono::steady_clock::now();
     waited_ = 0;
     go(steps, n);
-    if (watched) adapt(std::chrono::steady_clock::now() - from);
+    if (watched) adapt(steps, std::chrono::steady_clock::now() - from);
   }
 
  private:
   // Another program on one of our cores makes the system put a thread aside in the middle of a chunk, and the others
-  // wait for it. When that happens in many of the last long runs, one thread fewer is faster; now and then all are tried.
-  void adapt(std::chrono::nanoseconds took) {
-    if (resting_ > 0) {
-      if (--resting_ == 0) set_active(threads()), recent_ = runs_ = 0;
+  // wait for it. When that happens in many runs of a tape, one thread fewer is tried for a few of them, and kept for a
+  // while if they end sooner: short interruptions (a server's own threads) cost less than the thread would.
+  void adapt(const Step* steps, std::chrono::nanoseconds took) {
+    if (resting_ > 0 && --resting_ == 0) {
+      if (fewer_) set_fewer(false);
+      start_window(steps);
       return;
     }
-    recent_ += waited_ * kHeldUp > took.count();
-    if (++runs_ < kWindow) return;
-    if (recent_ * 3 > kWindow) {
-      set_active(threads() - 1);
-      resting_ = kRest;
+    if (steps != tape_) {  // runs of unlike length say nothing about each other
+      if (trying_) set_fewer(false);
+      start_window(steps);
     }
-    recent_ = runs_ = 0;
+    if (resting_ > 0) return;
+    total_ += took.count();
+    held_up_ += waited_ * kHeldUp > took.count();
+    if (++runs_ < (trying_ ? kTrial : kWindow)) return;
+    const int64_t mean = total_ / runs_;
+    if (trying_) {
+      if (mean >= full_) set_fewer(false);
+      trying_ = false;
+      resting_ = kRest;
+    } else if (held_up_ * 3 > kWindow) {
+      full_ = mean;
+      set_fewer(true);
+      trying_ = true;
+    }
+    start_window(steps);
+  }
+
+  void start_window(const Step* steps) {
+    tape_ = steps;
+    total_ = 0;
+    runs_ = held_up_ = 0;
+  }
+
+  void set_fewer(bool fewer) {
+    fewer_ = fewer;
+    trying_ = false;
+    set_active(threads() - fewer);
   }
 
   // ticket: step number (32 bits) | chunks of that step (16) | next chunk (16)
@@ -194,7 +220,8 @@ class Pool {
   static constexpr int kSpinsRunning = 5000;  // while a run goes on: its next step is near
   static constexpr int kLong = 32;            // steps of a run that is worth watching
   static constexpr int kWindow = 32;          // runs looked at together
-  static constexpr int kRest = 256;           // runs with one thread fewer before all are tried again
+  static constexpr int kTrial = 8;            // runs with one thread fewer that decide
+  static constexpr int kRest = 256;           // runs until that is decided anew
   static constexpr int64_t kHeldUp = 4;       // a run that waited for more than a quarter of its time was held up
 
   alignas(64) std::atomic<uint64_t> ticket_{0};
@@ -206,7 +233,11 @@ class Pool {
   std::atomic<bool> stop_{false}, running_{false};
   std::mutex turn_;
   int64_t waited_ = 0;  // nanoseconds of the current run that the caller gave its core away
-  int recent_ = 0, runs_ = 0, resting_ = 0;
+  // of adapt: the window of one tape, its mean with all threads, and what was decided
+  const Step* tape_ = nullptr;
+  int64_t total_ = 0, full_ = 0;
+  int runs_ = 0, held_up_ = 0, resting_ = 0;
+  bool trying_ = false, fewer_ = false;
   const Step* steps_ = nullptr;
   int count_ = 0;
   uint32_t base_ = 0, seq_ = 0;
