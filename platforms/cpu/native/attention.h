@@ -245,8 +245,17 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
     }
   }
 #endif
+  int64_t i = 0;
+#if HR_AVX512 && defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == 2) {
+    for (; i + 4 * kCols <= n; i += 4 * kCols)
+      mm_block<4>(x, lda, rows, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
+    for (; i + 2 * kCols <= n; i += 2 * kCols)
+      mm_block<2>(x, lda, rows, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
+  }
+#endif
   alignas(64) float part[kQueryRows][kCols];
-  for (int64_t i = 0; i < n; i += kCols) {
+  for (; i < n; i += kCols) {
     for (int r = 0; r < rows; ++r) {
       if (accumulate) std::memcpy(part[r], c + r * ldc + i, sizeof part[r]);
       else std::memset(part[r], 0, sizeof part[r]);

@@ -11,7 +11,7 @@ constexpr int kRowBlock = 512;   // rows that share one dequantized panel
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
-// Without tiles, rows from which a step that reads prompts makes panels bf16 for the dot products of that type.
+// Without tiles, rows from which four bf16 panels are taken together; steps that read prompts make quantized ones bf16.
 constexpr int kWideRows = 16;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
@@ -28,6 +28,10 @@ template <class TY>
 inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t panel) {
   TY* y = static_cast<TY*>(a.y) + row * a.y_stride + panel * kCols;
   const int64_t n = a.n - panel * kCols < kCols ? a.n - panel * kCols : kCols;
+  if (n == kCols && !a.bias && a.softcap <= 0.0f) {
+    for (int i = 0; i < kCols; i += W) store(y + i, load(c + i));
+    return;
+  }
   float v[kCols];
   for (int i = 0; i < kCols; ++i) v[i] = c[i];
   if (a.bias)
@@ -138,23 +142,42 @@ void run_linear_rows(const void* p, int chunk, int chunks, Scratch&) {
 }
 
 #if HR_DEQUANT
-// Quantized panels made bf16, for many rows.
+// Many rows, four panels at a time; quantized ones are made bf16.
 inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   QuantType t{};
-  quant_type(a.format, &t);
-  const PanelShape shape(t, a.k);
-  const int64_t all = panels(a.n);
-  uint8_t* wide = scratch.need(size_t(a.k * kCols * 2));
-  float c[kRows][kCols];
-  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
-    dequant_panel(t, static_cast<const uint8_t*>(a.packed) + panel * shape.bytes, shape, wide);
-    for (int r = 0; r < a.rows; r += kRows) {
-      const int n = a.rows - r < kRows ? a.rows - r : kRows;
-      std::memset(c, 0, sizeof c);
-      mm_rows<true>(static_cast<const bf16*>(a.x) + r * a.x_stride, a.x_stride, wide, kCols * 4, a.k, c, n);
-      for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
+  const bool quantized = quant_type(a.format, &t);
+  const int64_t all = panels(a.n), sets = (all + kWideCols - 1) / kWideCols;
+  const int64_t bytes = panel_bytes(a.format, a.k), wide = a.k * kCols * 2;
+  uint8_t* made = quantized ? scratch.need(size_t(wide * kWideCols)) : nullptr;
+  const bf16* x = static_cast<const bf16*>(a.x);
+  for (int64_t set = sets * chunk / chunks; set < sets * (chunk + 1) / chunks; ++set) {
+    const int64_t first = set * kWideCols;
+    const int cols = int(all - first < kWideCols ? all - first : kWideCols);
+    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * bytes;
+    if (quantized) {
+      const PanelShape shape(t, a.k);
+      for (int j = 0; j < cols; ++j) dequant_panel(t, w + j * bytes, shape, made + j * wide);
+      w = made;
     }
+    if (cols == kWideCols) {
+      float c[kBlockRows][kWideCols * kCols];
+      for (int r = 0; r < a.rows; r += kBlockRows) {
+        const int n = a.rows - r < kBlockRows ? a.rows - r : kBlockRows;
+        mm_block<kWideCols>(x + r * a.x_stride, a.x_stride, n, w, kCols * 4, wide, a.k, c[0], kWideCols * kCols, false);
+        for (int i = 0; i < n; ++i)
+          for (int j = 0; j < cols; ++j) write_row(a, c[i] + j * kCols, r + i, first + j);
+      }
+      continue;
+    }
+    float c[kRows][kCols];
+    for (int j = 0; j < cols; ++j)
+      for (int r = 0; r < a.rows; r += kRows) {
+        const int n = a.rows - r < kRows ? a.rows - r : kRows;
+        std::memset(c, 0, sizeof c);
+        mm_rows<true>(x + r * a.x_stride, a.x_stride, w + j * wide, kCols * 4, a.k, c, n);
+        for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, first + j);
+      }
   }
 }
 #endif
@@ -228,8 +251,9 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? 6 : 16);
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
 #if HR_DEQUANT
-  if (quantized && a.exact && a.rows >= kWideRows && a.x_dtype == HR_BF16) {
-    out[0] = {run_linear_wide, &a, chunks};
+  if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && (quantized ? a.exact != 0 : a.format == HR_W_BF16)) {
+    const int64_t sets = (n + kWideCols - 1) / kWideCols;
+    out[0] = {run_linear_wide, &a, threads == 1 ? 1 : clamp_chunks(sets < wanted ? sets : wanted)};
     return 1;
   }
 #endif

@@ -158,6 +158,63 @@ inline void mm_rows(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int
   }
 }
 
+#if HR_AVX512 && defined(__AVX512BF16__)
+constexpr int kWideCols = 4, kBlockRows = 6;  // panels and rows whose sums fill the registers
+
+// C[R][16 P] (`ldc` floats a row) = or += A[R, 0..k) * B for P panels that lie `panel` bytes apart: each pair of A is
+// loaded once for all of them.
+template <int R, int P>
+inline void block_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k, float* c,
+                        int64_t ldc, bool accumulate) {
+  __m512 acc[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < P; ++j)
+      acc[r][j] = accumulate ? _mm512_loadu_ps(c + r * ldc + j * kCols) : _mm512_setzero_ps();
+  asm volatile("" : "+r"(a) : : "memory");  // see rows_pairs
+  const int64_t l = 2 * lda;
+  const char *row0 = reinterpret_cast<const char*>(a), *row3 = row0 + 3 * l;
+#define HR_ROW(r, place, row)                                       \
+  if constexpr (R > r) {                                            \
+    __m512bh x;                                                     \
+    asm("vpbroadcastd " place ", %0" : "=v"(x) : "r"(row), "r"(l)); \
+    for (int j = 0; j < P; ++j) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], w[j], x); \
+  }
+  for (int64_t pairs = k / 2; pairs > 0; --pairs) {
+    __m512bh w[P];
+    for (int j = 0; j < P; ++j) w[j] = (__m512bh)_mm512_loadu_si512(b + j * panel);
+    HR_ROW(0, "(%1)", row0)
+    HR_ROW(1, "(%1,%2)", row0)
+    HR_ROW(2, "(%1,%2,2)", row0)
+    HR_ROW(3, "(%1)", row3)
+    HR_ROW(4, "(%1,%2)", row3)
+    HR_ROW(5, "(%1,%2,2)", row3)
+    b += ldb;
+    row0 += 4, row3 += 4;
+  }
+#undef HR_ROW
+  for (int r = 0; r < R; ++r)
+    for (int j = 0; j < P; ++j) {
+      asm volatile("" : "+v"(acc[r][j]) : : "memory");
+      _mm512_storeu_ps(c + r * ldc + j * kCols, acc[r][j]);
+    }
+}
+
+template <int P>
+inline void mm_block(const bf16* a, int64_t lda, int rows, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k,
+                     float* c, int64_t ldc, bool accumulate) {
+  for (; rows >= kBlockRows; rows -= kBlockRows, a += kBlockRows * lda, c += kBlockRows * ldc)
+    block_pairs<kBlockRows, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+  switch (rows) {
+    case 1: return block_pairs<1, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    case 2: return block_pairs<2, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    case 3: return block_pairs<3, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    case 4: return block_pairs<4, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    case 5: return block_pairs<5, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    default: return;
+  }
+}
+#endif
+
 #if HR_AMX
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
