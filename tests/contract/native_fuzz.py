@@ -41,10 +41,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="of each of the three runs")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--builds", default="", help="comma-separated; default: strongest,portable")
+    parser.add_argument(
+        "--builds",
+        default="",
+        help="comma-separated; default: the strongest that runs here, and portable",
+    )
     options = parser.parse_args()
     known = fitting(CpuPlatform.probe()[0].features)
     builds = options.builds.split(",") if options.builds else dict.fromkeys((known[0], "portable"))
+    unknown = set(builds) - set(known)
+    if unknown:
+        parser.error(
+            f"no build {', '.join(sorted(unknown))} runs here; take of: {', '.join(known)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         for build in builds:
             program = compiled(Path(folder) / build, [*MEMORY, *FLAGS.get(build, [])])
