@@ -29,6 +29,24 @@ class Problem:
     text: str
 
 
+def dtype_problems(config: Any, device: DeviceInfo) -> list[Problem]:
+    """An error when the dtype that was asked for is none of the device's."""
+    dtype = config.model.dtype
+    if dtype in ("auto", *device.dtypes):
+        return []
+    text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
+    return [Problem("error", text + ", ".join(device.dtypes))]
+
+
+def step_tokens(device: DeviceInfo, large: int = 40) -> Default:
+    """Tokens of a step, for accelerators with memory of their own; `large`: GiB from which it is plenty."""
+    memory = device.memory / 2**30
+    return Default(
+        8192 if memory >= large else 2048,
+        f"{memory:.0f} GiB leave room for the activations of a step that fills the device",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The few numbers of a model that a platform's defaults may depend on. Torch-free.

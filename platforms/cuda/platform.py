@@ -7,7 +7,14 @@ from typing import Any
 
 from headrace.platforms.cuda import hardware
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
-from headrace.platforms.platform import Default, ModelShape, Platform, Problem
+from headrace.platforms.platform import (
+    Default,
+    ModelShape,
+    Platform,
+    Problem,
+    dtype_problems,
+    step_tokens,
+)
 from headrace.platforms.registry import Check, Implementation
 from headrace.platforms.triton import rows
 
@@ -63,8 +70,7 @@ class CudaPlatform(Platform):
         }
 
     def defaults(self, model: ModelShape, device: DeviceInfo) -> Mapping[str, Default]:
-        dtype, memory = device.dtypes[0], device.memory / hardware.GIB
-        large = memory >= 40
+        dtype = device.dtypes[0]
         return {
             "model.dtype": Default(
                 dtype,
@@ -72,19 +78,13 @@ class CudaPlatform(Platform):
                 + ("" if dtype == "bfloat16" else "; it has no bfloat16"),
             ),
             "cache.block_size": Default(32, "fine enough to share prefixes, long enough to read"),
-            "scheduler.max_num_batched_tokens": Default(
-                8192 if large else 2048,
-                f"{memory:.0f} GiB leave room for the activations of a step that fills the device",
-            ),
+            "scheduler.max_num_batched_tokens": step_tokens(device),
             "scheduler.max_num_seqs": Default(256, "decoding is bound by memory up to about here"),
         }
 
     def check(self, config: Any, device: DeviceInfo) -> Sequence[Problem]:
-        problems = []
-        dtype, world = config.model.dtype, config.device.tensor_parallel_size
-        if dtype not in ("auto", *device.dtypes):
-            text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
-            problems.append(Problem("error", text + ", ".join(device.dtypes)))
+        problems = dtype_problems(config, device)
+        world = config.device.tensor_parallel_size
         if hardware.capability(device.arch) < OLDEST:
             text = f"{device.arch} is older than sm_{OLDEST}, the oldest that is served"
             problems.append(Problem("error", f"{text}; use --device cpu"))

@@ -7,7 +7,14 @@ from typing import Any
 
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.npu import hardware, rows, versions
-from headrace.platforms.platform import Default, ModelShape, Platform, Problem
+from headrace.platforms.platform import (
+    Default,
+    ModelShape,
+    Platform,
+    Problem,
+    dtype_problems,
+    step_tokens,
+)
 from headrace.platforms.registry import Implementation
 
 BLOCK_SIZE = 128
@@ -71,8 +78,7 @@ class NpuPlatform(Platform):
         return found
 
     def defaults(self, model: ModelShape, device: DeviceInfo) -> Mapping[str, Default]:
-        dtype, memory = device.dtypes[0], device.memory / hardware.GIB
-        large = memory >= 60
+        dtype = device.dtypes[0]
         return {
             "model.dtype": Default(
                 dtype,
@@ -82,25 +88,19 @@ class NpuPlatform(Platform):
             "cache.block_size": Default(
                 BLOCK_SIZE, "the fused attention reads blocks of this many tokens"
             ),
-            "scheduler.max_num_batched_tokens": Default(
-                8192 if large else 2048,
-                f"{memory:.0f} GiB leave room for the activations of a step that fills the device",
-            ),
+            "scheduler.max_num_batched_tokens": step_tokens(device, large=60),
             "scheduler.max_num_seqs": Default(
                 128, "every graph size takes streams, of which a device has few"
             ),
         }
 
     def check(self, config: Any, device: DeviceInfo) -> Sequence[Problem]:
-        problems = []
-        dtype, world = config.model.dtype, config.device.tensor_parallel_size
+        problems = dtype_problems(config, device)
+        world = config.device.tensor_parallel_size
         if device.arch not in hardware.DESCRIBED:
             known = ", ".join(hardware.DESCRIBED)
             text = f"{device.name} is none of the generations that are served ({known}); use --device cpu"
             problems.append(Problem("error", text))
-        if dtype not in ("auto", *device.dtypes):
-            text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
-            problems.append(Problem("error", text + ", ".join(device.dtypes)))
         if (
             device.versions
         ):  # a described device has none: what is installed here says nothing about it

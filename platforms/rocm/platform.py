@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
-from headrace.platforms.platform import Default, ModelShape, Platform, Problem
+from headrace.platforms.platform import (
+    Default,
+    ModelShape,
+    Platform,
+    Problem,
+    dtype_problems,
+    step_tokens,
+)
 from headrace.platforms.registry import Check, Implementation
 from headrace.platforms.rocm import hardware
 from headrace.platforms.rocm.aiter import rows as aiter_rows
@@ -86,26 +93,19 @@ class RocmPlatform(Platform):
         return found
 
     def defaults(self, model: ModelShape, device: DeviceInfo) -> Mapping[str, Default]:
-        dtype, memory = device.dtypes[0], device.memory / hardware.GIB
-        large = memory >= 40
+        dtype = device.dtypes[0]
         matrix = "mfma" in device.features or "wmma" in device.features
         how = "on its matrix units" if matrix else "best: it has no matrix units"
         return {
             "model.dtype": Default(dtype, f"{device.arch} multiplies {dtype} {how}"),
             "cache.block_size": Default(32, "fine enough to share prefixes, long enough to read"),
-            "scheduler.max_num_batched_tokens": Default(
-                8192 if large else 2048,
-                f"{memory:.0f} GiB leave room for the activations of a step that fills the device",
-            ),
+            "scheduler.max_num_batched_tokens": step_tokens(device),
             "scheduler.max_num_seqs": Default(256, "decoding is bound by memory up to about here"),
         }
 
     def check(self, config: Any, device: DeviceInfo) -> Sequence[Problem]:
-        problems = []
-        dtype, world = config.model.dtype, config.device.tensor_parallel_size
-        if dtype not in ("auto", *device.dtypes):
-            text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
-            problems.append(Problem("error", text + ", ".join(device.dtypes)))
+        problems = dtype_problems(config, device)
+        world = config.device.tensor_parallel_size
         if not hardware.family(device.arch):
             problems.append(Problem("error", f"{device.arch}: {NOT_SERVED}; use --device cpu"))
         # a described device has no versions: what is installed here says nothing about it

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
-from headrace.platforms.platform import Default, ModelShape, Platform, Problem
+from headrace.platforms.platform import Default, ModelShape, Platform, Problem, dtype_problems
 from headrace.platforms.registry import Implementation
 from headrace.platforms.xpu import hardware, implementations
 from headrace.platforms.xpu.hardware import FAMILIES, GIB
@@ -115,11 +115,8 @@ class XpuPlatform(Platform):
         return proposals
 
     def check(self, config: Any, device: DeviceInfo) -> Sequence[Problem]:
-        problems = []
-        dtype, world = config.model.dtype, config.device.tensor_parallel_size
-        if dtype not in ("auto", *device.dtypes):
-            text = f"{device.name} ({device.arch}) does not compute in {dtype}; take one of: "
-            problems.append(Problem("error", text + ", ".join(device.dtypes)))
+        problems = dtype_problems(config, device)
+        world = config.device.tensor_parallel_size
         if device.arch not in FAMILIES:
             text = (
                 f"{device.name} is of none of the families that are served ({', '.join(FAMILIES)})"
