@@ -107,7 +107,7 @@ def test_another_api_version_is_refused_with_one_line(example, tmp_path):
     project = project.replace("headrace-example", "headrace-old").replace("example =", "old =")
     (source / "pyproject.toml").write_text(project.replace("headrace_example", "headrace_old"))
     with on_path(install(source, tmp_path)):
-        done = headrace("serve", "x", "--device", "old", cwd=tmp_path)
+        done = headrace("serve", "x", "--device", "old", "--port", "0", cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr == (
             "headrace: device 'old' cannot be used: platform 'old' was built for platform API 0, this is 1; install "
