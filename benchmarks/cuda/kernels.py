@@ -67,6 +67,7 @@ MULTIPLY = 790e12  # bfloat16 operations a second that it was seen to do
 def replayed(calls: list[Callable[[], Any]], repeats: int = 5) -> float:
     """Microseconds of one of `calls`, replayed one after the other."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what makes the operands is still running there
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
