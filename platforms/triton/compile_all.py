@@ -243,8 +243,9 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90", choices=ARCHS)
     parser.add_argument("--most-spills", type=int, help="bytes a variant may spill")
     parser.add_argument("--only", default="", help="variants whose name holds this text")
+    parser.add_argument("--quiet", action="store_true", help="print what is beyond the bounds")
     asked = parser.parse_args()
-    bad = count = 0
+    bad = count = most = 0
     target = make_target(asked.arch)
     most_spills = target.most_spills if asked.most_spills is None else asked.most_spills
     for variant in variants(target.runtime):
@@ -261,11 +262,17 @@ def main() -> int:
             continue
         over = used.spills > most_spills or used.shared > target.shared
         bad += over or bool(used.missing)
+        most = max(most, used.spills)
         text = f"{used.registers:4} registers {used.spills:5} spilled {used.shared:7} shared"
         text += "  <- too much" if over else ""
         text += f"  <- no {used.missing}" if used.missing else ""
-        print(f"{variant.name:50} {text}", flush=True)
-    print(f"{asked.arch}: {count} variants, {bad} beyond the bounds")
+        if over or used.missing or not asked.quiet:
+            print(f"{variant.name:50} {text}", flush=True)
+    print(
+        f"{asked.arch}: {count} variants, {bad} beyond the bounds; at most {most} bytes spilled "
+        f"(bound {most_spills})",
+        flush=True,
+    )
     return 1 if bad else 0
 
 
