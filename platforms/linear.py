@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace.platforms.device import DeviceRuntime
@@ -11,6 +12,14 @@ from headrace.platforms.queries import EmbeddingQuery, ExpertsQuery, LinearQuery
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm. Conventions: the op "fused_add_rms_norm"."""
+
+    weight: torch.Tensor  # [in] float32
+    eps: float
 
 
 class LinearImpl(ABC):
@@ -21,6 +30,8 @@ class LinearImpl(ABC):
     packing: ClassVar[str] = ""
     # Up to so many rows of x `gated` is faster than the linear and the activation one after the other; 0 = never.
     gated_rows: ClassVar[int] = 0
+    # Up to so many rows of x `normed` is faster than the norm and what follows it one after the other; 0 = never.
+    normed_rows: int = 0
 
     def __init__(self, query: LinearQuery, runtime: DeviceRuntime) -> None:
         self.query = query
@@ -50,6 +61,21 @@ class LinearImpl(ABC):
         """act(y[:, :out / 2]) * y[:, out / 2:] of y = self(x, packed), [T, out / 2]; y itself need not be rounded.
 
         `activation`: "silu" | "gelu_tanh" | "gelu". For T up to `gated_rows`.
+        """
+        raise NotImplementedError
+
+    def normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        packed: Any,
+        activation: str = "",
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(self(n, packed), or `gated` with an activation; the sum s = x + residual; with `keep` n) of n = norm(s).
+
+        x, residual [T, in], which are not changed; s and n are rounded to their dtype. For T up to `normed_rows`.
         """
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ import torch
 from headrace.platforms.attention import PagedAttention, Turn
 from headrace.platforms.batch import BatchView
 from headrace.platforms.kv_layout import SCALE_BYTES
+from headrace.platforms.linear import Norm
 from headrace.platforms.ops import Case
 from headrace.platforms.queries import (
     ActivationQuery,
@@ -75,7 +76,15 @@ def linear(query: LinearQuery, device: torch.device, seed: int) -> list[Case]:
         if query.out_features % 2:
             return (y,)
         fused = tokens <= op.gated_rows
-        return y, op.gated(x, packed, "silu") if fused else ops.silu_and_mul(y)
+        gated = op.gated(x, packed, "silu") if fused else ops.silu_and_mul(y)
+        residual = draw.normal(tokens, size, dtype=query.dtype)
+        norm = Norm(draw.normal(size), 1e-5)
+        if tokens <= op.normed_rows:
+            gated_normed = op.normed(x, residual, norm, packed, "silu")[0]
+            return y, gated, gated_normed, *op.normed(x, residual, norm, packed, keep=True)
+        normed, total = ops.fused_add_rms_norm(x, residual, norm.weight, norm.eps)
+        y_normed = op(normed, packed)
+        return y, gated, ops.silu_and_mul(y_normed), y_normed, total, normed
 
     return [
         _case(f"T={n}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Linear layers: an own kernel for steps of one token, the vendor's library for all others.
+"""Linear layers: own kernels for steps of one token, the vendor's library for all others.
 
 Contract: headrace.platforms.linear. Weights stay as they came, [out, in], so that a tied table serves as both.
 """
@@ -12,35 +12,46 @@ import torch.nn.functional as F
 import triton
 
 from headrace.platforms.device import DeviceRuntime
-from headrace.platforms.linear import LinearImpl
+from headrace.platforms.linear import LinearImpl, Norm
 from headrace.platforms.queries import LinearQuery
-from headrace.platforms.triton.launch import Launcher, Launchers, launch_options
+from headrace.platforms.triton.launch import Launchers, launch_options, power_of_two
 from headrace.platforms.triton.linear_kernels import gated_row_kernel, row_kernel
 
 # Up to so many rows of weights a program has few rows of its own, so that there are programs for every unit.
 SHORT = 4096
+# Columns up to which a program holds whole rows.
+WIDE = 4096
 
 
 def row_options(query: LinearQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     """Compile-time constants of the kernel for one row; what was fastest in benchmarks/cuda/kernels.py."""
-    rows, width, warps = (4, 512, 4) if query.out_features <= SHORT else (2, 1024, 2)
-    if query.dtype == "float32":
-        width //= 2
-    options = {"BLOCK_N": rows, "BLOCK_K": width, "num_warps": warps, "num_stages": 1}
-    chosen = launch_options("row", query, runtime, options, dependent=True)
-    even = query.in_features % chosen["BLOCK_K"] == 0
-    return {**chosen, "N": query.out_features, "BIAS": query.bias, "EVEN": even}
+    width = power_of_two(query.in_features)
+    if width <= WIDE:
+        rows, warps = (4 if width <= WIDE // 2 else 2), max(1, width // 512)
+    else:
+        rows, width, warps = (4, 512, 4) if query.out_features <= SHORT else (2, 1024, 2)
+    return _chosen("row", query, runtime, rows, width, warps) | {"N": query.out_features}
 
 
 def gated_row_options(query: LinearQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     """The same for gate and up with the activation: a program has as many rows of both."""
-    rows, width, warps = (2, 512, 4) if query.out_features <= SHORT else (1, 1024, 2)
+    width = power_of_two(query.in_features)
+    if width <= WIDE:
+        rows, warps = (2 if width <= WIDE // 2 else 1), max(1, width // 512)
+    else:
+        rows, width, warps = (2, 512, 4) if query.out_features <= SHORT else (1, 1024, 2)
+    return _chosen("gated_row", query, runtime, rows, width, warps) | {"N": query.out_features // 2}
+
+
+def _chosen(
+    kernel: str, query: LinearQuery, runtime: DeviceRuntime, rows: int, width: int, warps: int
+) -> dict[str, Any]:
     if query.dtype == "float32":
-        width //= 2
+        width = min(width, WIDE // 4)
     options = {"BLOCK_N": rows, "BLOCK_K": width, "num_warps": warps, "num_stages": 1}
-    chosen = launch_options("gated_row", query, runtime, options, dependent=True)
-    even = query.in_features % chosen["BLOCK_K"] == 0
-    return {**chosen, "N": query.out_features // 2, "BIAS": query.bias, "EVEN": even}
+    chosen = launch_options(kernel, query, runtime, options, dependent=True)
+    whole, even = chosen["BLOCK_K"] >= query.in_features, not query.in_features % chosen["BLOCK_K"]
+    return {**chosen, "BIAS": query.bias, "WHOLE": whole, "EVEN": even}
 
 
 class TritonLinear(LinearImpl):
@@ -51,11 +62,14 @@ class TritonLinear(LinearImpl):
         self._dtype = getattr(torch, query.dtype)
         self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
         options = row_options(query, runtime)
-        self._row = Launcher(row_kernel, options)
+        self._row = Launchers(row_kernel, options)
+        self._plain = self._row(NORM=False, KEEP=False)
         self._grid = (triton.cdiv(query.out_features, options["BLOCK_N"]), 1, 1)
-        options = gated_row_options(query, runtime)
-        self._gated_row = Launchers(gated_row_kernel, options)
-        self._gated_grid = (triton.cdiv(query.out_features // 2, options["BLOCK_N"]), 1, 1)
+        gated = gated_row_options(query, runtime)
+        self._gated_row = Launchers(gated_row_kernel, gated)
+        self._gated_grid = (triton.cdiv(query.out_features // 2, gated["BLOCK_N"]), 1, 1)
+        # a norm needs the whole row
+        self.normed_rows = int(options["WHOLE"] and gated["WHOLE"])
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         bias = None if bias is None else bias.to(self._dtype)
@@ -71,8 +85,8 @@ class TritonLinear(LinearImpl):
             out = torch.empty(1, weight.shape[0], dtype=self._out_dtype, device=x.device)
         if x.stride(1) != 1:
             x = x.contiguous()
-        tensors = (x, weight, weight if bias is None else bias, out)
-        self._row(self._grid, *tensors, weight.shape[1], weight.stride(0))
+        tensors = (x, weight, weight if bias is None else bias, out, x, x, x, x)
+        self._plain(self._grid, *tensors, weight.shape[1], weight.stride(0), 0.0)
         return out
 
     def gated(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
@@ -82,10 +96,35 @@ class TritonLinear(LinearImpl):
         if x.shape[0]:
             if x.stride(1) != 1:
                 x = x.contiguous()
-            tensors = (x, weight, weight if bias is None else bias, out)
-            launch = self._gated_row(KIND=activation)
-            launch(self._gated_grid, *tensors, weight.shape[1], weight.stride(0))
+            tensors = (x, weight, weight if bias is None else bias, out, x, x, x)
+            launch = self._gated_row(KIND=activation, NORM=False)
+            launch(self._gated_grid, *tensors, weight.shape[1], weight.stride(0), 0.0)
         return out
+
+    def normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm,
+        packed: Any,
+        activation: str = "",
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        weight, bias = packed
+        features = weight.shape[0] // 2 if activation else weight.shape[0]
+        y = torch.empty(x.shape[0], features, dtype=self._out_dtype, device=x.device)
+        total = torch.empty_like(residual)
+        normed = torch.empty_like(total) if keep else None
+        if x.shape[0]:
+            tensors = (x, weight, weight if bias is None else bias, y, residual, norm.weight, total)
+            numbers = (weight.shape[1], weight.stride(0), norm.eps)
+            if activation:
+                launch = self._gated_row(KIND=activation, NORM=True)
+                launch(self._gated_grid, *tensors, *numbers)
+            else:
+                launch = self._row(NORM=True, KEEP=keep)
+                launch(self._grid, *tensors, total if normed is None else normed, *numbers)
+        return y, total, normed
 
     def _library(
         self,

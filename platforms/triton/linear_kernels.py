@@ -1,4 +1,9 @@
-"""The product of one row: bound by reading the weights once, so all that matters is how many reads are in flight."""
+"""The product of one row: bound by reading the weights once, so all that matters is how many reads are in flight.
+
+Weights depend on nothing: a program asks for its first tile of them while the kernel before still runs; where a tile
+is as wide as the matrix (WHOLE) that is all it will ever read. x has the layout of a tile where a tile has 256 columns
+for each warp; else every step of the loop sends x through shared memory.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +15,65 @@ from headrace.platforms.triton.launch import after_previous, let_next_start
 
 
 @triton.jit
-def row_kernel(
-    x, w, bias, y, K, stride_w, N: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y [N] = w [N, K] x [K] (+ bias), on the ordinary units: no padding to a matrix tile.
+def columns(place, at, K, EVEN: tl.constexpr):
+    """What lies at `place`; 0 in columns `at` from K on, of which there are none when tiles divide K (EVEN)."""
+    if EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=at < K, other=0.0)
 
-    A tile of weights is always on its way while the one before it is used. Weights depend on nothing, so the first
-    one is asked for while the kernel that computes x still runs.
-    """
+
+@triton.jit
+def entering(
+    x, residual, scale, total, normed, at, K, eps,
+    EVEN: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """The row to multiply with, float32. With NORM the row is norm(x + residual), which every program computes for
+    itself; the first one stores the sum to `total` and, with KEEP, the normed row to `normed`."""
+    row = columns(x + at, at, K, EVEN)
+    if NORM:
+        dtype: tl.constexpr = x.dtype.element_ty
+        added = row.to(tl.float32) + columns(residual + at, at, K, EVEN).to(tl.float32)
+        row = added.to(dtype)
+        value = row.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
+        result = (value * inverse * scale).to(dtype)
+        if tl.program_id(0) == 0:
+            tl.store(total + at, row, mask=at < K)
+            if KEEP:
+                tl.store(normed + at, result, mask=at < K)
+        row = result
+    return row.to(tl.float32)
+
+
+@triton.jit
+def row_kernel(
+    x, w, bias, y, residual, norm, total, normed, K, stride_w, eps,
+    N: tl.constexpr, BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y [N] = w [N, K] x [K] (+ bias), on the ordinary units: no padding to a matrix tile. NORM: see `entering`."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     tile = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + at[None, :]
-    if EVEN:
-        part = tl.load(tile)
-    else:
-        part = tl.load(tile, mask=(at < K)[None, :], other=0.0)
+    part = columns(tile, at[None, :], K, EVEN)
+    scale = columns(norm + at, at, K, EVEN) if NORM else 0.0
     let_next_start(PDL)
     after_previous(PDL)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(BLOCK_K, K, BLOCK_K):
-        if EVEN:
-            following = tl.load(tile + k)
-            value = tl.load(x + k - BLOCK_K + at)
-        else:
-            following = tl.load(tile + k, mask=(k + at < K)[None, :], other=0.0)
-            value = tl.load(x + k - BLOCK_K + at)
-        acc += part.to(tl.float32) * value.to(tl.float32)[None, :]
-        part = following
-    last = (K - 1) // BLOCK_K * BLOCK_K + at
-    value = tl.load(x + last, mask=last < K, other=0.0)
-    acc += part.to(tl.float32) * value.to(tl.float32)[None, :]
-    result = tl.sum(acc, axis=1)
+    if WHOLE:
+        value = entering(x, residual, scale, total, normed, at, K, eps, EVEN, NORM, KEEP)
+        result = tl.sum(part.to(tl.float32) * value[None, :], axis=1)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            following = columns(tile + k, k + at[None, :], K, EVEN)
+            value = tl.load(x + k - BLOCK_K + at).to(tl.float32)
+            acc += part.to(tl.float32) * value[None, :]
+            part = following
+        last = (K - 1) // BLOCK_K * BLOCK_K + at
+        value = columns(x + last, last, K, EVEN).to(tl.float32)
+        result = tl.sum(acc + part.to(tl.float32) * value[None, :], axis=1)
     if BIAS:
         result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(y + n, result.to(y.dtype.element_ty), mask=n < N)
@@ -49,40 +81,40 @@ def row_kernel(
 
 @triton.jit
 def gated_row_kernel(
-    x, w, bias, y, K, stride_w, N: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, y, residual, norm, total, K, stride_w, eps,
+    N: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y [N] = act(w1 x) * (w3 x) for w = [w1, w3] of N rows each; read as row_kernel reads."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     gates = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * stride_w + at[None, :]
     ups = gates + N * stride_w.to(tl.int64)
-    if EVEN:
-        a = tl.load(gates)
-        b = tl.load(ups)
-    else:
-        a = tl.load(gates, mask=(at < K)[None, :], other=0.0)
-        b = tl.load(ups, mask=(at < K)[None, :], other=0.0)
+    a = columns(gates, at[None, :], K, EVEN)
+    b = columns(ups, at[None, :], K, EVEN)
+    scale = columns(norm + at, at, K, EVEN) if NORM else 0.0
     let_next_start(PDL)
     after_previous(PDL)
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(BLOCK_K, K, BLOCK_K):
-        if EVEN:
-            next_a = tl.load(gates + k)
-            next_b = tl.load(ups + k)
-        else:
-            next_a = tl.load(gates + k, mask=(k + at < K)[None, :], other=0.0)
-            next_b = tl.load(ups + k, mask=(k + at < K)[None, :], other=0.0)
-        value = tl.load(x + k - BLOCK_K + at).to(tl.float32)[None, :]
-        gate += a.to(tl.float32) * value
-        up += b.to(tl.float32) * value
-        a = next_a
-        b = next_b
-    last = (K - 1) // BLOCK_K * BLOCK_K + at
-    value = tl.load(x + last, mask=last < K, other=0.0).to(tl.float32)[None, :]
-    gated = tl.sum(gate + a.to(tl.float32) * value, axis=1)
-    upper = tl.sum(up + b.to(tl.float32) * value, axis=1)
+    if WHOLE:
+        value = entering(x, residual, scale, total, total, at, K, eps, EVEN, NORM, False)[None, :]
+        gated = tl.sum(a.to(tl.float32) * value, axis=1)
+        upper = tl.sum(b.to(tl.float32) * value, axis=1)
+    else:
+        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for k in range(BLOCK_K, K, BLOCK_K):
+            next_a = columns(gates + k, k + at[None, :], K, EVEN)
+            next_b = columns(ups + k, k + at[None, :], K, EVEN)
+            value = tl.load(x + k - BLOCK_K + at).to(tl.float32)[None, :]
+            gate += a.to(tl.float32) * value
+            up += b.to(tl.float32) * value
+            a = next_a
+            b = next_b
+        last = (K - 1) // BLOCK_K * BLOCK_K + at
+        value = columns(x + last, last, K, EVEN).to(tl.float32)[None, :]
+        gated = tl.sum(gate + a.to(tl.float32) * value, axis=1)
+        upper = tl.sum(up + b.to(tl.float32) * value, axis=1)
     if BIAS:
         gated += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         upper += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
