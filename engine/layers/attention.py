@@ -14,6 +14,7 @@ from headrace.platforms.queries import AttentionQuery
 if TYPE_CHECKING:
     import torch
 
+    from headrace.engine.layers.norm import AddRMSNorm
     from headrace.engine.layers.rotary import Rotary
     from headrace.engine.models.base import BuildContext
     from headrace.engine.models.spec import ModelSpec
@@ -72,7 +73,24 @@ class Attention(Layer):
     def __call__(
         self, positions: torch.Tensor, x: torch.Tensor, plans: Sequence[Any]
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self._size).split(self._heads, dim=1)
+        return self._attend(positions, self.qkv(x), plans)
+
+    def normed(
+        self,
+        norm: AddRMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        plans: Sequence[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm`, then this; and the new residual."""
+        qkv, residual, _ = self.qkv.normed(norm, x, residual)
+        return self._attend(positions, qkv, plans), residual
+
+    def _attend(
+        self, positions: torch.Tensor, qkv: torch.Tensor, plans: Sequence[Any]
+    ) -> torch.Tensor:
+        q, k, v = qkv.view(qkv.shape[0], -1, self._size).split(self._heads, dim=1)
         plan, caches = plans[self._plan], (self._k_cache, self._v_cache)
         norms = None
         if self.q_norm is not None and self.k_norm is not None:

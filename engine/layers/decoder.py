@@ -43,10 +43,8 @@ class DecoderBlock(Layer):
         positions: torch.Tensor,
         plans: Sequence[Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.attention(positions, x, plans)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.attention.normed(self.input_norm, x, residual, positions, plans)
+        return self.mlp.normed(self.mlp_norm, x, residual)
 
 
 class SandwichBlock(Layer):
@@ -71,7 +69,6 @@ class SandwichBlock(Layer):
         positions: torch.Tensor,
         plans: Sequence[Any],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.attention_norm(self.attention(positions, x, plans))
-        x, residual = self.mlp_norm(x, residual)
-        return self.output_norm(self.mlp(x)), residual
+        x, residual = self.attention.normed(self.input_norm, x, residual, positions, plans)
+        x, residual = self.mlp.normed(self.mlp_norm, self.attention_norm(x), residual)
+        return self.output_norm(x), residual

@@ -15,6 +15,7 @@ from headrace.platforms.queries import LinearQuery
 if TYPE_CHECKING:
     import torch
 
+    from headrace.engine.layers.norm import AddRMSNorm
     from headrace.engine.models.base import BuildContext
     from headrace.engine.weights.source import TensorHandle
 
@@ -97,6 +98,25 @@ class Linear(Layer):
         """act(gate) * up of the result's halves, as LinearImpl.gated."""
         gated: torch.Tensor = self._segments[0][2].gated(x, self._packed[0], activation)
         return gated
+
+    def normed(
+        self,
+        norm: AddRMSNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: str = "",
+        keep: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(`norm`, then this or `gated` with an activation; the new residual; with `keep` what the norm gave)."""
+        op, packed = self._segments[0][2], self._packed[0]
+        rows = op.normed_rows if len(self._segments) == 1 else 0
+        if residual is not None and x.shape[0] <= rows:
+            fused: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = op.normed(
+                x, residual, norm.rule, packed, activation, keep
+            )
+            return fused
+        x, residual = norm(x, residual)
+        return self.gated(x, activation) if activation else self(x), residual, x
 
     def weights(self) -> Sequence[Weight]:
         wanted = [

@@ -12,6 +12,7 @@ from headrace.platforms.queries import ActivationQuery
 if TYPE_CHECKING:
     import torch
 
+    from headrace.engine.layers.norm import AddRMSNorm
     from headrace.engine.models.base import BuildContext
     from headrace.engine.models.spec import ModelSpec
 
@@ -42,6 +43,16 @@ class GatedMLP(Layer):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._inner(x))
+
+    def normed(
+        self, norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm`, then this; and the new residual."""
+        if x.shape[0] > self._gated_rows:
+            x, residual = norm(x, residual)
+            return self(x), residual
+        inner, residual, _ = self.gate_up.normed(norm, x, residual, self._activation)
+        return self.down(inner), residual
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's term of the sum over ranks."""

@@ -15,6 +15,7 @@ from headrace.platforms.queries import ExpertsQuery, RouterQuery
 if TYPE_CHECKING:
     import torch
 
+    from headrace.engine.layers.norm import AddRMSNorm
     from headrace.engine.models.base import BuildContext
     from headrace.engine.models.spec import ModelSpec
     from headrace.engine.weights.source import TensorHandle
@@ -40,7 +41,18 @@ class MoE(Layer):
         self._all_reduce = ctx.collectives.all_reduce
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self._route(self.gate(x), *self._rule)
+        return self._routed(x, self.gate(x))
+
+    def normed(
+        self, norm: AddRMSNorm, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm`, then this; and the new residual."""
+        logits, residual, kept = self.gate.normed(norm, x, residual, keep=True)
+        assert kept is not None
+        return self._routed(kept, logits), residual
+
+    def _routed(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        weights, ids = self._route(logits, *self._rule)
         y = self.experts(x, weights, ids)
         if self.shared is not None and self.shared_gate is not None:
             y = y + self.shared_gate(x).sigmoid() * self.shared.partial(x)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.base import Layer, Weight, dtype_name
+from headrace.platforms.linear import Norm
 from headrace.platforms.queries import NormQuery
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class RMSNorm(Layer):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x, self._weight, self._eps)
+
+    @property
+    def rule(self) -> Norm:
+        """What an op computes that has the norm in it. After load."""
+        return Norm(self._weight, self._eps)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layers over implementations that fuse: norms, rotary and write of q and k; gate, up and their activation."""
+"""Layers over implementations that fuse: norms and what follows them; rotary and write of q and k; gated products."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counted["gated"] += 1
         return GATED[activation](self(x, packed))
 
+    def normed(
+        self: Any, x: Any, residual: Any, norm: Any, packed: Any, activation: str, keep: bool
+    ) -> Any:
+        counted["normed"] += 1
+        counted["kept"] += keep
+        x, total = ops.fused_add_rms_norm(x, residual, norm.weight, norm.eps)
+        y = GATED[activation](self(x, packed)) if activation else self(x, packed)
+        return y, total, x if keep else None
+
+    monkeypatch.setattr(ReferenceLinear, "normed_rows", 1)
+    monkeypatch.setattr(ReferenceLinear, "normed", normed)
     monkeypatch.setattr(ReferenceAttention, "turns", lambda self, rotary: rotary.is_neox)
     monkeypatch.setattr(ReferenceAttention, "turn_and_write", turn_and_write)
     monkeypatch.setattr(ReferenceLinear, "gated_rows", 1)
@@ -63,4 +74,6 @@ def test_models_are_the_same(
     layers = len(engine.model.kv_specs)
     assert calls["turn_and_write"] == 4 * layers  # one prompt and three decodes
     assert calls["norms"] == (4 * layers if norms else 0)
-    assert calls["gated"] == (3 * layers if gated else 0)  # steps of one token only
+    # steps of one token only; before the first layer there is nothing to add
+    assert calls["normed"] == 3 * (2 * layers - 1)
+    assert calls["kept"] == (0 if gated else 3 * layers)  # the experts want what the router saw
