@@ -25,10 +25,12 @@ from headrace.cli.facts import (
     why,
 )
 from headrace.cli.prepare import Plan, decide, prepare
+from headrace.engine.config import env
 from headrace.engine.config.flag import Given
 from headrace.engine.config.sizes import format_bytes, format_count
 from headrace.engine.kv_cache.plan import KVPlanError, choose_context, item_bytes
 from headrace.engine.models.registry import model_shape
+from headrace.platforms import tuned
 from headrace.platforms.kv_layout import CANONICAL, KVFormat
 from headrace.platforms.registry import Candidate, Decision
 
@@ -46,12 +48,13 @@ def run(model: str, given: Sequence[Given], config: str, as_json: bool) -> None:
     console = Console()
     _show_facts(console, plan, facts)
     console.print(_table(decisions))
-    for warning in plan.warnings:
+    for warning in facts["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"))
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    shape = model_shape(plan.spec)
+    shape, measured = model_shape(plan.spec), _tuned(plan)
+    problem = measured.pop("problem")
     return {
         "model": plan.files.name,
         "architecture": plan.spec.architecture,
@@ -68,8 +71,9 @@ def _facts(plan: Plan) -> dict[str, Any]:
         },
         "dtype": plan.config.model.dtype,
         "kv": _kv(plan),
+        "tuned": measured,
         "settings": [asdict_struct(row) for row in plan.config.provenance],
-        "warnings": list(plan.warnings),
+        "warnings": [*plan.warnings, *([problem] if problem else [])],
     }
 
 
@@ -110,6 +114,18 @@ def _kv(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _tuned(plan: Plan) -> dict[str, Any]:
+    """The file of measured launch options that a start on this device takes."""
+    path = env.tuned_file(plan.device.name)
+    found = tuned.read(path, plan.device.name)
+    return {
+        "file": str(path) if found.options else "",
+        "made": found.made,
+        "entries": len(found.options),
+        "problem": found.problem,
+    }
+
+
 def _show_facts(console: Console, plan: Plan, facts: Mapping[str, Any]) -> None:
     kv, device = facts["kv"], facts["device"]
     grid = Table.grid(padding=(0, 2))
@@ -128,6 +144,10 @@ def _show_facts(console: Console, plan: Plan, facts: Mapping[str, Any]) -> None:
         + (f" ({kv['note']})" if kv["note"] else ""),
     }
     rows |= dict(quantization(plan))
+    if facts["tuned"]["file"]:
+        rows["tuned"] = "launch options of {entries} kernels, {file} ({made})".format(
+            **facts["tuned"]
+        )
     for name, text in rows.items():
         grid.add_row(name, Text(text))
     console.print(grid)

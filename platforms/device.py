@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class DeviceRuntime(ABC):
     """A device opened in a worker process: the only way shared code touches streams, memory and graphs."""
 
     info: DeviceInfo
+    # launch options that were measured on this device, by platforms.tuned.key
+    tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     device: torch.device
 
     @abstractmethod

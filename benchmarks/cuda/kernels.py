@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cuda.tune import Overridden
 from headrace.platforms.attention import Turn
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import DeviceRuntime
@@ -67,7 +66,8 @@ MULTIPLY = 790e12  # bfloat16 operations a second that it was seen to do
 def replayed(calls: list[Callable[[], Any]], repeats: int = 5) -> float:
     """Microseconds of one of `calls`, replayed one after the other."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # what makes the operands is still running there
+    # what makes the operands is still running on the other one
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
@@ -200,9 +200,25 @@ def gated(runtime: DeviceRuntime, name: str) -> dict[str, Any]:
     return beside(f"{name} with activation", one, two)
 
 
+class _Last:
+    """A runtime that says whether the program that ends last combines the parts of a sequence."""
+
+    def __init__(self, runtime: DeviceRuntime, last: bool) -> None:
+        self._runtime, self._last = runtime, last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        own = self._runtime.kernel_options(kernel, query, options)
+        return {**own, "LAST": self._last} if kernel == "decode" else own
+
+
 def combined(runtime: DeviceRuntime, batch: int, length: int) -> dict[str, Any]:
     """Split keys combined by the program that ends last, beside a kernel that does it."""
-    changed: list[Any] = [Overridden(runtime, {"decode": {"LAST": last}}) for last in (True, False)]
+    changed: list[Any] = [_Last(runtime, last) for last in (True, False)]
     one, two = (attention(runtime, batch, length)["us"] for runtime in changed)
     return beside("decode, keys combined", one, two) | {"batch": batch, "length": length}
 

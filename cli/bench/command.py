@@ -245,3 +245,31 @@ def profile(
     from headrace.cli.bench import run
 
     run.profile(run.Target(model, url, key, given), requests, context, json_file)
+
+
+@bench.command(cls=Command)
+@with_flags(_RUN)
+def tune(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model.", show_default=False)],
+    *,
+    seconds: Annotated[float, typer.Option(help="How long to try.", min=1.0)] = 300.0,
+    output: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Write the options there.",
+            rich_help_panel=_OUTPUT,
+            show_default="where the next start finds them",
+        ),
+    ] = "",
+    json_file: JsonFile = "",
+    given: list[Given],
+) -> None:
+    """Time launch options of the kernels for this model on this device; the next start takes the fastest.
+
+    [bold]headrace bench tune ./Qwen3-30B-A3B --seconds 600[/bold]
+    """
+    from headrace.cli.bench import run
+
+    run.tune(model, given, (seconds, output), json_file)

@@ -226,3 +226,17 @@ def profile(target: Target, requests: str, context: int, json_file: str) -> None
         "settings": [f"{row.flag.name}={row.value}" for row in target.given],
     }
     _write("bench profile", arguments, results, Output(json_file))
+
+
+def tune(model: str, given: Sequence[Given], plan: tuple[float, str], json_file: str) -> None:
+    """`plan`: (seconds, file of the options, "" = the device's own in the cache folder)."""
+    from headrace.cli.bench.tune import run as run_tune
+
+    seconds, output = plan
+    results = run_tune(model, given, seconds, output)
+    arguments = {
+        "model": model,
+        "settings": [f"{row.flag.name}={row.value}" for row in given],
+        "seconds": seconds,
+    }
+    _write("bench tune", arguments, results, Output(json_file))

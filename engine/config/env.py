@@ -7,6 +7,7 @@ are) or must not appear in a process list (keys).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,12 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     base = read(XDG_CACHE_HOME) or Path.home() / ".cache"
     return Path(base) / "headrace"
+
+
+def tuned_file(device: str) -> Path:
+    """Where launch options that `bench tune` measured on a device of this name are looked for."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return cache_dir() / "tuned" / f"{name}.json"
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from headrace.engine.config import env
 from headrace.engine.config.settings import CacheSettings, ModelSettings
 from headrace.engine.core.executor import WorkerInfo
 from headrace.engine.core.step import StepPlan
@@ -24,6 +26,8 @@ from headrace.engine.weights.packed import identity, packed_file
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
+from headrace.engine.workers.sleep import WEIGHTS_TAG, Sleeper
+from headrace.platforms import tuned
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.kv_layout import KVPlan
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 # (phase, done, total, text)
+log = logging.getLogger(__name__)
+
 Report = Callable[[str, float, float, str], None]
 
 
@@ -64,6 +70,12 @@ class Worker:
         self._runtime = platform.open(self._device)
         self._opened.callback(self._runtime.close)
         group = GroupSpec(setup.rank, setup.world, setup.init_method)
+        if setup.config.cache.sleep_mode:
+            self._runtime.allocator().allow_sleep()
+        measured = tuned.read(env.tuned_file(device.name), device.name)
+        if measured.problem:
+            log.warning("%s", measured.problem)
+        self._runtime.tuned = measured.options
         self._collectives = self._runtime.collectives(group)
         self._opened.callback(self._collectives.close)
         self._ops = Ops(

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headrace.platforms import tuned
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except (
@@ -41,9 +43,13 @@ def launch_options(
     """Constants, warps and stages of a kernel: `options` as the runtime's device wants them.
 
     This is the one place where launch parameters are decided: a platform changes them by
-    `DeviceRuntime.kernel_options`. `dependent`: the kernel knows dependent launches, by its constant PDL.
+    `DeviceRuntime.kernel_options`, and what was measured on the device (`DeviceRuntime.tuned`) stands above both.
+    `dependent`: the kernel knows dependent launches, by its constant PDL.
     """
     chosen = {**options, **runtime.kernel_options(kernel, query, options)}
+    if runtime.tuned:
+        measured = runtime.tuned.get(tuned.key(kernel, query, options), {})
+        chosen |= {name: value for name, value in measured.items() if name in chosen}
     if dependent:
         chosen["PDL"] = pdl = "pdl" in runtime.info.features
         if pdl:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import triton
@@ -37,6 +38,8 @@ Change = Callable[[frozenset[str], str, Any, Mapping[str, Any]], Mapping[str, An
 
 class Described:
     """As much of a runtime as the makers of launch options look at."""
+
+    tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, info: DeviceInfo, change: Change | None) -> None:
         self.info = info

@@ -35,6 +35,7 @@ COMMANDS = (
     ("bench", "startup"),
     ("bench", "perplexity"),
     ("bench", "profile"),
+    ("bench", "tune"),
 )
 
 

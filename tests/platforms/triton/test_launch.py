@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
+from headrace.platforms.queries import LinearQuery  # noqa: E402
 from headrace.platforms.triton.launch import Launcher, Launchers, launch_options  # noqa: E402
 
 
@@ -112,6 +113,7 @@ def test_launchers_are_made_once_for_their_constants(recorder):
 def test_a_device_changes_options():
     class Runtime:
         info = SimpleNamespace(features=frozenset({"pdl"}))
+        tuned = MappingProxyType({})
 
         def kernel_options(self, kernel, query, options):
             return {"num_warps": 2} if kernel == "row" else {}
@@ -119,3 +121,32 @@ def test_a_device_changes_options():
     chosen = launch_options("row", None, Runtime(), OPTIONS, dependent=True)
     assert chosen == {**OPTIONS, "num_warps": 2, "PDL": True, "launch_pdl": True}
     assert launch_options("other", None, Runtime(), OPTIONS) == OPTIONS
+
+
+def test_what_was_measured_stands_above_what_a_device_wants():
+    query = LinearQuery(576, 960, "bfloat16")
+    measured = {
+        "row LinearQuery(in_features=576, out_features=960, dtype=bfloat16)": {"BLOCK": 128},
+        "prefill LinearQuery(in_features=576, out_features=960, dtype=bfloat16) BLOCK_M=64": {
+            "num_warps": 8,
+            "num_stages": 2,  # not among the options
+        },
+    }
+
+    class Runtime:
+        info = SimpleNamespace(features=frozenset())
+        tuned = measured
+
+        def kernel_options(self, kernel, query, options):
+            return {"BLOCK": 32}
+
+    assert launch_options("row", query, Runtime(), OPTIONS) == {**OPTIONS, "BLOCK": 128}
+    assert launch_options("gated_row", query, Runtime(), OPTIONS) == {**OPTIONS, "BLOCK": 32}
+    tile = {"BLOCK_M": 64, "num_warps": 4}
+    assert launch_options("prefill", query, Runtime(), tile) == {
+        **tile,
+        "BLOCK": 32,
+        "num_warps": 8,
+    }
+    tile["BLOCK_M"] = 128
+    assert launch_options("prefill", query, Runtime(), tile)["num_warps"] == 4
