@@ -68,9 +68,9 @@ class DeviceRuntime(ABC):
     """A device opened in a worker process: the only way shared code touches streams, memory and graphs."""
 
     info: DeviceInfo
+    device: torch.device
     # launch options that were measured on this device, by platforms.tuned.key
     tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    device: torch.device
 
     @abstractmethod
     def stream(self) -> Any:

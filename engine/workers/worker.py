@@ -26,7 +26,6 @@ from headrace.engine.weights.packed import identity, packed_file
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
-from headrace.engine.workers.sleep import WEIGHTS_TAG, Sleeper
 from headrace.platforms import tuned
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceInfo
@@ -39,9 +38,9 @@ from headrace.platforms.registry import Policy, Registry
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-# (phase, done, total, text)
 log = logging.getLogger(__name__)
 
+# (phase, done, total, text)
 Report = Callable[[str, float, float, str], None]
 
 
@@ -69,13 +68,11 @@ class Worker:
         self._device = dataclasses.replace(device, units=threads) if threads else device
         self._runtime = platform.open(self._device)
         self._opened.callback(self._runtime.close)
-        group = GroupSpec(setup.rank, setup.world, setup.init_method)
-        if setup.config.cache.sleep_mode:
-            self._runtime.allocator().allow_sleep()
         measured = tuned.read(env.tuned_file(device.name), device.name)
         if measured.problem:
             log.warning("%s", measured.problem)
         self._runtime.tuned = measured.options
+        group = GroupSpec(setup.rank, setup.world, setup.init_method)
         self._collectives = self._runtime.collectives(group)
         self._opened.callback(self._collectives.close)
         self._ops = Ops(
