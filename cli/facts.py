@@ -41,6 +41,9 @@ def quantization(plan: Plan) -> list[tuple[str, str]]:
 
 def kv_specs(spec: ModelSpec, kv_dtype: str, world: int) -> list[KVSpec]:
     """What each layer stores on one of `world` ranks."""
+    if spec.latent:
+        sizes = (1, spec.head_dim, spec.latent.kv_rank)
+        return [KVSpec(*sizes, kv_dtype, latent=True)] * spec.layers
     heads = max(1, spec.kv_heads // world)
     return [
         KVSpec(heads, spec.head_dim, spec.head_dim, kv_dtype, spec.window(layer))
@@ -59,8 +62,9 @@ def kv_arithmetic(spec: ModelSpec, kv_dtype: str, world: int) -> str:
     head, scale = f"{spec.head_dim} x {item_bytes(kv_dtype)}", SCALE_BYTES.get(kv_dtype, 0)
     if scale:
         head = f"({head} + {scale} of scale)"
+    what = "one row for all heads" if spec.latent else f"2 x {specs[0].kv_heads} heads"
     text = (
-        f"{format_bytes(kv_bytes_per_token(specs))} a token = {len(specs)} layers x 2 x {specs[0].kv_heads} heads x "
+        f"{format_bytes(kv_bytes_per_token(specs))} a token = {len(specs)} layers x {what} x "
         f"{head} bytes ({kv_dtype})"
     )
     if windows:

@@ -65,6 +65,7 @@ class PagedAttention(ABC):
         int8 caches are [P, Hkv, S, D + 4] (kv_layout.SCALE_BYTES): round(x / scale) to even with scale = max|x| / 127
         of the row, then the scale. A row with a number that is not finite gets the scale NaN. fp8_e4m3 caches hold
         the numbers themselves, rounded to the nearest even and at most 448 in size; NaN stays NaN.
+        With `latent` queries v is k[..., :Dv] and v_cache a view of k_cache: what is written there is equal.
         """
 
     def turns(self, rotary: RotaryQuery) -> bool:

@@ -30,8 +30,13 @@ class KVSpec:
     v_head_dim: int
     dtype: str  # "bfloat16", "float16", "float32", "int8", "fp8_e4m3", ...
     window: int = 0  # visible keys including self; 0 = unlimited
+    # Multi-head latent attention: values are the first v_head_dim numbers of the keys and have no memory of their
+    # own. V is a view of K then, and the layout is that of K alone. No dtype with scales.
+    latent: bool = False
 
     def bytes_per_token(self, itemsize: int) -> int:
+        if self.latent:
+            return self.kv_heads * self.head_dim * itemsize
         numbers = (self.head_dim + self.v_head_dim) * itemsize
         return self.kv_heads * (numbers + 2 * SCALE_BYTES.get(self.dtype, 0))
 

@@ -109,11 +109,16 @@ CONTRACTS: Mapping[str, OpContract] = {
         ),
         _contract(
             "topk_softmax",
-            """(logits[T, E] float32, top_k, renormalize: bool) -> (weights[T, K] float32, ids[T, K] int32).
+            """(logits[T, E] float32, top_k, renormalize: bool[, bias[E] float32]) -> (weights[T, K] float32,
+            ids[T, K] int32).
 
-            Selected by RouterQuery. ids: the K experts with the largest logits, best first, the lower id among equals;
-            weights: their softmax over all E, divided by the sum of the K if renormalize. A row with NaN gives some
-            unlike ids within [0, E).""",
+            Selected by RouterQuery, which has the other options. Scores: softmax over all E, or the sigmoid of each.
+            ids: the K experts with the largest scores, best first, the lower id among equals; weights: their scores,
+            divided by the sum of the K if renormalize, times the query's scale. With a bias, which is given if the
+            query has one, experts are chosen by score + bias; weights are scores still. With groups, experts come from
+            the top_groups groups (of E / groups neighbours) with the largest score, or with a bias the largest sum of
+            the two largest score + bias; the lower group among equals. A row with NaN gives some unlike ids within
+            [0, E).""",
             _REDUCTION,
         ),
         _contract(
@@ -147,9 +152,10 @@ CONTRACTS: Mapping[str, OpContract] = {
             "rotary_embedding",
             """(positions[T] int64, q[T, Hq, D], k[T, Hkv, D], cos_sin[L, R] float32, is_neox: bool) -> None.
 
-            In place on q and k, which may be strided views. Selected by RotaryQuery. R = rotary_dim <= D, even; the
-            rest of a head is untouched. cos_sin holds R/2 cosines, then R/2 sines. With c, s of a position and pairs
-            (a, b): a' = a*c - b*s, b' = b*c + a*s; a pair is (i, i + R/2) if is_neox, else (2i, 2i + 1).""",
+            In place on q and k, which may be strided views: heads of a token lie one behind the other, tokens apart.
+            Selected by RotaryQuery. R = rotary_dim <= D, even; the rest of a head is untouched. cos_sin holds R/2
+            cosines, then R/2 sines. With c, s of a position and pairs (a, b): a' = a*c - b*s, b' = b*c + a*s; a pair
+            is (i, i + R/2) if is_neox, else (2i, 2i + 1).""",
         ),
         *(
             _contract(

@@ -31,11 +31,21 @@ class EmbeddingQuery:
 
 @dataclass(frozen=True, slots=True)
 class RouterQuery:
-    """Which of `experts` each token goes to: the `top_k` best by softmax of its logits."""
+    """Which of `experts` each token goes to: the `top_k` best by the scores of its logits."""
 
     experts: int
     top_k: int
-    renormalize: bool = False  # the chosen weights sum to 1
+    renormalize: bool = False  # the chosen weights sum to 1 before they are scaled
+    scoring: str = "softmax"  # "softmax" | "sigmoid"
+    groups: int = 1  # equal runs of experts; a token's experts come from
+    top_groups: int = 1  # so many of them
+    bias: bool = False  # a number for each expert is added to its score where experts are chosen
+    scale: float = 1.0  # of the weights
+
+    @property
+    def plain(self) -> bool:
+        """Softmax over all experts, and nothing more."""
+        return self == RouterQuery(self.experts, self.top_k, self.renormalize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,7 @@ class AttentionQuery:
     softcap: float = 0.0  # 0 = none; scores become softcap * tanh(scores / softcap)
     sinks: bool = False
     graph: bool = False
+    latent: bool = False  # values are the first v_head_dim numbers of the keys: KVSpec.latent
 
 
 @dataclass(frozen=True, slots=True)

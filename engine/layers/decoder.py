@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.layers.attention import Attention
 from headrace.engine.layers.base import Layer
+from headrace.engine.layers.latent import LatentAttention
 from headrace.engine.layers.mlp import GatedMLP
 from headrace.engine.layers.moe import MoE
 from headrace.engine.layers.norm import AddRMSNorm, RMSNorm
@@ -26,13 +27,16 @@ class DecoderBlock(Layer):
     where it costs one fused op. `residual` is None at the first block.
     """
 
-    attention: Attention
+    attention: Attention | LatentAttention
 
     def __init__(self, ctx: BuildContext, spec: ModelSpec, index: int, rotary: Rotary) -> None:
         name = f"model.layers.{index}"
         rule = (spec.hidden, spec.norm_eps, spec.norm_offset)
         self.input_norm = AddRMSNorm(ctx, f"{name}.input_layernorm", *rule)
-        self.attention = Attention(ctx, spec, index, f"{name}.self_attn", rotary)
+        if spec.latent:
+            self.attention = LatentAttention(ctx, spec, f"{name}.self_attn", rotary)
+        else:
+            self.attention = Attention(ctx, spec, index, f"{name}.self_attn", rotary)
         self.mlp_norm = AddRMSNorm(ctx, f"{name}.post_attention_layernorm", *rule)
         self.mlp = (MoE if spec.sparse(index) else GatedMLP)(ctx, spec, f"{name}.mlp")
 

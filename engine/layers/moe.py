@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MoE(Layer):
-    """x [T, hidden] -> [T, hidden]: the chosen experts' weighted sum, plus a gated shared expert where there is one.
+    """x [T, hidden] -> [T, hidden]: the chosen experts' weighted sum, plus a shared expert where there is one.
 
     Every rank holds a share of every expert's intermediate features; the router is whole on every rank.
     """
@@ -32,12 +32,28 @@ class MoE(Layer):
         self._rule = (top_k, spec.norm_topk_prob)
         # float32 logits: what decides between experts is not rounded to the compute dtype
         self.gate = _replicated(ctx, f"{name}.gate", spec.hidden, experts, "float32")
-        self._route = ctx.ops.bind("topk_softmax", RouterQuery(experts, *self._rule))
+        routing = spec.routing
+        router = RouterQuery(
+            experts,
+            *self._rule,
+            scoring=routing.scoring,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+            bias=routing.bias,
+            scale=routing.scale,
+        )
+        self._route = ctx.ops.bind("topk_softmax", router)
+        self._device = ctx.device
+        self._bias: tuple[Any, ...] = ()
+        self._bias_weights: tuple[Weight, ...] = ()
+        if routing.bias:
+            self._bias_weights = (Weight(f"{name}.gate.e_score_correction_bias", (experts,)),)
         self.experts = Experts(ctx, spec, f"{name}.experts")
         self.shared = self.shared_gate = None
         if spec.shared_intermediate:
             self.shared = GatedMLP(ctx, spec, f"{name}.shared_expert", spec.shared_intermediate)
-            self.shared_gate = _replicated(ctx, f"{name}.shared_expert_gate", spec.hidden, 1)
+            if spec.shared_gate:
+                self.shared_gate = _replicated(ctx, f"{name}.shared_expert_gate", spec.hidden, 1)
         self._all_reduce = ctx.collectives.all_reduce
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,11 +68,26 @@ class MoE(Layer):
         return self._routed(kept, logits), residual
 
     def _routed(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        weights, ids = self._route(logits, *self._rule)
+        weights, ids = self._route(logits, *self._rule, *self._bias)
         y = self.experts(x, weights, ids)
-        if self.shared is not None and self.shared_gate is not None:
-            y = y + self.shared_gate(x).sigmoid() * self.shared.partial(x)
+        if self.shared is not None:
+            shared = self.shared.partial(x)
+            y = y + (self.shared_gate(x).sigmoid() * shared if self.shared_gate else shared)
         return self._all_reduce(y)
+
+    def weights(self) -> Sequence[Weight]:
+        return self._bias_weights
+
+    def load(self, tensors: Mapping[str, TensorHandle]) -> None:
+        import torch
+
+        self._bias = tuple(
+            tensors[weight.name].read(torch.float32).to(self._device)
+            for weight in self._bias_weights
+        )
+
+    def held(self) -> Sequence[Any]:
+        return self._bias
 
 
 def _replicated(

@@ -39,12 +39,13 @@ class Rotary(Layer):
         self._device = ctx.device
         self._table: Any = None
         _scaling(rope)  # an unknown kind is refused before anything is loaded
-        self.query = RotaryQuery(head_dim, self._dim, dtype_name(ctx.dtype))
+        self._halves = not rope.interleaved
+        self.query = RotaryQuery(head_dim, self._dim, dtype_name(ctx.dtype), self._halves)
         self._rotate = ctx.ops.bind("rotary_embedding", self.query)
 
     def __call__(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
         """positions [T]; q [T, Hq, D] and k [T, Hkv, D] are changed in place."""
-        self._rotate(positions, q, k, self._table, True)
+        self._rotate(positions, q, k, self._table, self._halves)
 
     def turn(
         self, positions: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float

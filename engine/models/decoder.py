@@ -29,7 +29,8 @@ class Decoder(Model):
     def __init__(self, spec: ModelSpec, ctx: BuildContext, max_model_len: int) -> None:
         self.spec = spec
         self._schemes = ctx.schemes
-        rotaries = [Rotary(ctx, rope, spec.head_dim, max_model_len) for rope in spec.ropes]
+        size = spec.latent.rope_dim if spec.latent else spec.head_dim
+        rotaries = [Rotary(ctx, rope, size, max_model_len) for rope in spec.ropes]
         which = spec.rope_of_layer or (0,) * spec.layers
         self._vocabulary = Vocabulary(ctx, spec)
         self._blocks = [self.block(ctx, spec, i, rotaries[which[i]]) for i in range(spec.layers)]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from headrace.engine.models.base import BuildContext
 from headrace.engine.models.decoder import Decoder
+from headrace.engine.models.deepseek_v2 import DeepseekV2
 from headrace.engine.models.gemma2 import Gemma2
 from headrace.engine.models.gemma3 import Gemma3
 from headrace.engine.models.llama import Llama
@@ -23,6 +24,8 @@ from headrace.platforms.collectives import SoloCollectives
 from headrace.platforms.platform import ModelShape
 
 _MODELS: Mapping[str, type[Decoder]] = {
+    "deepseek_v2": DeepseekV2,
+    "deepseek_v3": DeepseekV2,
     "gemma2": Gemma2,
     "gemma3": Gemma3,
     "llama": Llama,

@@ -24,6 +24,30 @@ class RopeSpec:
     scaling: dict[str, Any] = field(default_factory=dict)
     # what each inverse frequency is divided by, stored as a tensor (GGUF rope_freqs.weight), length rotary_dim / 2
     factors: tuple[float, ...] = ()
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads are made from `kv_rank` numbers a token; a part of
+    each key, equal for all heads, is turned and stored beside them."""
+
+    kv_rank: int
+    q_rank: int  # of what queries are made from; 0 = from the hidden state itself
+    nope_dim: int  # of a head's query and key: what is not turned
+    rope_dim: int  # and what is
+    v_dim: int  # of a head's value
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSpec:
+    """How experts are chosen, where not by softmax over all of them: see the op "topk_softmax"."""
+
+    scoring: str = "softmax"  # "softmax" | "sigmoid"
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +76,12 @@ class ModelSpec:
     experts: int = 0  # 0 = none; a token's feed-forward network is `experts_per_token` of them
     experts_per_token: int = 0
     moe_intermediate: int = 0  # of one expert
-    shared_intermediate: int = (
-        0  # of the expert that every token goes to, with a gate of its own; 0 = none
-    )
+    shared_intermediate: int = 0  # of the expert that every token goes to; 0 = none
+    shared_gate: bool = True  # what that expert gives is weighted by a gate of its own
+    routing: RoutingSpec = RoutingSpec()
     norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
     dense_layers: tuple[int, ...] = ()  # layers of a model with experts that have none
+    latent: LatentSpec | None = None  # heads then share one KV head of kv_rank + rope_dim numbers
     windows: tuple[
         int, ...
     ] = ()  # one a layer: visible keys including self, 0 = full; () = all full

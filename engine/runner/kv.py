@@ -57,6 +57,8 @@ def _layer_cache(
     dtype = kv_torch_dtype(spec.dtype)
     scale = SCALE_BYTES.get(spec.dtype, 0) // dtype.itemsize
     width, v_width = spec.head_dim + scale, spec.v_head_dim + scale
+    if spec.latent and scale:
+        raise ValueError(f"a latent cache has no scales, which {spec.dtype} needs")
     if spec.head_dim == spec.v_head_dim:
         sizes = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": width}
         both = _view(reserve, plan.layout, sizes, dtype)  # [P, 2, H, S, D]
@@ -65,6 +67,8 @@ def _layer_cache(
     layout = tuple(axis for axis in plan.layout if axis != "K")
     sizes = {"P": blocks, "H": spec.kv_heads, "S": plan.block_size}
     key = _view(reserve, layout, {**sizes, "D": width}, dtype)
+    if spec.latent:
+        return key, key[..., :v_width]
     value = _view(reserve, layout, {**sizes, "D": v_width}, dtype)
     return key, value
 

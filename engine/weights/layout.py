@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.engine.models.spec import ModelSpec
+from headrace.engine.models.spec import LatentSpec, ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,7 +21,6 @@ def tensor_shapes(spec: ModelSpec) -> Shapes:
 
 
 def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: Shapes = {}
 
     def linear(name: str, rows: int, cols: int, bias: bool) -> None:
@@ -29,10 +28,14 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
         if bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)
 
-    linear("self_attn.q_proj", q, spec.hidden, spec.attention_bias)
-    linear("self_attn.k_proj", kv, spec.hidden, spec.attention_bias)
-    linear("self_attn.v_proj", kv, spec.hidden, spec.attention_bias)
-    linear("self_attn.o_proj", spec.hidden, q, spec.output_bias)
+    if spec.latent:
+        shapes.update(_latent(spec, spec.latent, f"{prefix}self_attn."))
+    else:
+        q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        linear("self_attn.q_proj", q, spec.hidden, spec.attention_bias)
+        linear("self_attn.k_proj", kv, spec.hidden, spec.attention_bias)
+        linear("self_attn.v_proj", kv, spec.hidden, spec.attention_bias)
+        linear("self_attn.o_proj", spec.hidden, q, spec.output_bias)
 
     def mlp(name: str, intermediate: int, bias: bool) -> None:
         linear(f"{name}.gate_proj", intermediate, spec.hidden, bias)
@@ -41,11 +44,14 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
 
     if spec.sparse(layer):
         linear("mlp.gate", spec.experts, spec.hidden, False)
+        if spec.routing.bias:
+            shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (spec.experts,)
         for expert in range(spec.experts):
             mlp(f"mlp.experts.{expert}", spec.moe_intermediate, False)
         if spec.shared_intermediate:
             mlp("mlp.shared_expert", spec.shared_intermediate, spec.mlp_bias)
-            linear("mlp.shared_expert_gate", 1, spec.hidden, False)
+            if spec.shared_gate:
+                linear("mlp.shared_expert_gate", 1, spec.hidden, False)
     else:
         mlp("mlp", spec.intermediate, spec.mlp_bias)
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -56,3 +62,20 @@ def _layer(spec: ModelSpec, layer: int, prefix: str) -> Shapes:
         shapes[f"{prefix}self_attn.q_norm.weight"] = (spec.head_dim,)
         shapes[f"{prefix}self_attn.k_norm.weight"] = (spec.head_dim,)
     return shapes
+
+
+def _latent(spec: ModelSpec, sizes: LatentSpec, prefix: str) -> Shapes:
+    q = spec.heads * (sizes.nope_dim + sizes.rope_dim)
+    shapes = {
+        "kv_a_proj_with_mqa": (sizes.kv_rank + sizes.rope_dim, spec.hidden),
+        "kv_a_layernorm": (sizes.kv_rank,),
+        "kv_b_proj": (spec.heads * (sizes.nope_dim + sizes.v_dim), sizes.kv_rank),
+        "o_proj": (spec.hidden, spec.heads * sizes.v_dim),
+    }
+    if sizes.q_rank:
+        shapes["q_a_proj"] = (sizes.q_rank, spec.hidden)
+        shapes["q_a_layernorm"] = (sizes.q_rank,)
+        shapes["q_b_proj"] = (q, sizes.q_rank)
+    else:
+        shapes["q_proj"] = (q, spec.hidden)
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}

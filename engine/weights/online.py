@@ -12,8 +12,9 @@ from headrace.engine.weights.source import ModelError
 TYPES = {"int8": "Q8_0", "q4": "Q4_0"}
 # Both ends of the model decide most about its answers, and cost little: never less than 8 bits.
 _ENDS = ("model.embed_tokens.weight", "lm_head.weight")
-# Experts are chosen by these few rows: they stay as they are.
-_KEPT = (".gate.weight", ".shared_expert_gate.weight")
+# Experts are chosen by a few rows of these, and heads are made from the last by products of their own: they stay as
+# they are.
+_KEPT = (".gate.weight", ".shared_expert_gate.weight", ".kv_b_proj.weight")
 BLOCK = 32
 
 

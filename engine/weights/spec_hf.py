@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.engine.models.spec import ModelSpec, RopeSpec
+from headrace.engine.weights.deepseek import DEEPSEEK, DEFAULTS, V2_DEFAULTS, V3_DEFAULTS, deepseek
 from headrace.engine.weights.source import ModelError
 
 Config = Mapping[str, Any]
@@ -84,6 +85,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    "deepseek_v2": {**DEFAULTS, **V2_DEFAULTS},
+    "deepseek_v3": {**DEFAULTS, **V3_DEFAULTS},
     "gemma2": {
         **_GEMMA,
         "vocab_size": 256000,
@@ -128,12 +131,13 @@ def spec_from_hf(config: Config) -> ModelSpec:
         raise ModelError(
             f"config.json: num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})"
         )
-    head_dim = c.get("head_dim") or hidden // heads
+    # latent attention turns a part of each head only, of a size of its own
+    head_dim = c.get("qk_rope_head_dim") or c.get("head_dim") or hidden // heads
     types = _layer_types(family, c, layers)
     window = (c.get("sliding_window") or 0) if _SLIDING in types else 0
     ropes, rope_of_layer = _ropes(family, c, types, head_dim)
     gemma = family in ("gemma2", "gemma3")
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=family,
         layers=layers,
         hidden=hidden,
@@ -165,6 +169,7 @@ def spec_from_hf(config: Config) -> ModelSpec:
         bos_token_id=c.get("bos_token_id"),
         eos_token_ids=token_ids(config.get("eos_token_id", c.get("eos_token_id"))),
     )
+    return deepseek(spec, c) if family in DEEPSEEK else spec
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -265,7 +270,7 @@ def _layer_types(family: str, c: Config, layers: int) -> tuple[str, ...]:
     if family in ("mistral", "mixtral", "qwen3_moe"):
         windowed = family != "qwen3_moe" or c.get("use_sliding_window")
         return ((_SLIDING if windowed and c.get("sliding_window") else _FULL),) * layers
-    if family == "llama":
+    if family in ("llama", *DEEPSEEK):
         return (_FULL,) * layers
     if given is not None:
         unknown = sorted(set(given) - {_SLIDING, _FULL})

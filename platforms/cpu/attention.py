@@ -95,7 +95,9 @@ class TorchAttention(PagedAttention):
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
         self._group = query.q_heads // query.kv_heads
-        self._explicit = bool(query.softcap) or query.sinks  # the fused kernel knows neither
+        # what the fused kernel knows nothing of; with values of another size it would hold all scores at once
+        unlike = query.head_dim != query.v_head_dim
+        self._explicit = bool(query.softcap) or query.sinks or unlike
         # Soft caps let large scores through, for which bfloat16 is too coarse.
         self._narrow = (
             query.dtype == query.kv_dtype == "bfloat16"
@@ -210,7 +212,8 @@ class TorchAttention(PagedAttention):
         elif k.dtype != k_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         k_cache[plan.block, :, plan.offset] = k
-        v_cache[plan.block, :, plan.offset] = v
+        if not self.query.latent:
+            v_cache[plan.block, :, plan.offset] = v
 
     def attend(
         self,
@@ -228,7 +231,7 @@ class TorchAttention(PagedAttention):
         for part in plan.decodes:
             out[part.tokens] = self._decode(q[part.tokens], k_cache, v_cache, part, sinks)
         for prompt in plan.prompts:
-            keys, values = (_gather(cache, prompt.runs.rows(cache)) for cache in (k_cache, v_cache))
+            keys, values = self._both(k_cache, v_cache, prompt.runs.rows(k_cache))
             for piece in prompt.pieces:
                 span = slice(piece.low, piece.high)
                 attend = self._prompt_explicit if self._explicit else self._prompt_fused
@@ -261,7 +264,7 @@ class TorchAttention(PagedAttention):
         results = []
         for low in range(0, sequences, step):
             cut = slice(low, low + step)
-            keys, values = (_gather(cache, rows[cut]) for cache in (k_cache, v_cache))
+            keys, values = self._both(k_cache, v_cache, rows[cut])
             results.append(
                 self._product(
                     q[cut],
@@ -273,6 +276,14 @@ class TorchAttention(PagedAttention):
             )
         result = results[0] if len(results) == 1 else torch.cat(results)
         return result.view(-1, self.query.q_heads, self.query.v_head_dim)
+
+    def _both(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = _gather(k_cache, rows)
+        if self.query.latent:
+            return keys, keys[..., : self.query.v_head_dim]
+        return keys, _gather(v_cache, rows)
 
     def _product(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.platforms.cpu.native_rows import native_implementations
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.kv_layout import SCALE_BYTES
 from headrace.platforms.registry import Check, Implementation, Verdict, always
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -43,6 +44,8 @@ def _experts(query: Any, device: DeviceInfo) -> Verdict:
 
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
     check = Check().need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
+    scaled = query.latent and query.kv_dtype in SCALE_BYTES
+    check.need(not scaled, f"a latent cache has no scales, which {query.kv_dtype} needs")
     check.need(
         query.q_heads % query.kv_heads == 0,
         f"{query.q_heads} query heads are no multiple of {query.kv_heads} KV heads",

@@ -69,7 +69,7 @@ def _sample(query: Any, device: DeviceInfo) -> Verdict:
 
 
 def _router(query: Any, device: DeviceInfo) -> Verdict:
-    return _has_build(device).verdict()
+    return _has_build(device).need(query.plain, "it routes by softmax over all experts").verdict()
 
 
 def _attention(query: Any, device: DeviceInfo) -> Verdict:

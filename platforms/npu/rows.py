@@ -109,6 +109,7 @@ def _linear(query: Any, device: DeviceInfo, check: Check) -> Check:
 
 def _router(query: Any, device: DeviceInfo, check: Check) -> Check:
     _has(check, "routing", device, "npu_moe_gating_top_k_softmax")
+    check.need(query.plain, "it routes by softmax over all experts")
     return check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} experts a token")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.kv_layout import SCALE_BYTES
 from headrace.platforms.registry import REFERENCE, Check, Implementation, Verdict
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -33,6 +34,8 @@ def _plain_experts(query: Any, _device: DeviceInfo) -> Verdict:
 def _attention(query: Any, device: DeviceInfo) -> Verdict:
     check = Check()
     check.need(query.kv_dtype in KV_DTYPES, f"KV in {query.kv_dtype} not in {KV_DTYPES}")
+    scaled = query.latent and query.kv_dtype in SCALE_BYTES
+    check.need(not scaled, f"a latent cache has no scales, which {query.kv_dtype} needs")
     if query.kv_dtype == "fp8_e4m3":
         # it could, but who asks for a smaller cache does not want attention of one request at a time
         known = "fp8" in device.features and "fp8_fnuz" not in device.features
@@ -50,7 +53,6 @@ def implementations() -> list[Implementation]:
         "silu_and_mul": "ops",
         "gelu_and_mul": "ops",
         "gelu_tanh_and_mul": "ops",
-        "topk_softmax": "experts",
         "sample": "sampling",
         "logprobs": "sampling",
     }
@@ -67,4 +69,6 @@ def implementations() -> list[Implementation]:
         rows.append(
             Implementation(op, REFERENCE, f"{home}.{target}", supports=supports, source=REFERENCE)
         )
+    router = f"{home}.experts:ReferenceRouter"
+    rows.append(Implementation("topk_softmax", REFERENCE, router, source=REFERENCE, per_query=True))
     return rows

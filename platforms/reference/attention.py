@@ -63,7 +63,7 @@ class ReferenceAttention(PagedAttention):
                 new = quantize(new)
             elif cache.dtype == torch.float8_e4m3fn:
                 new = new.clamp(-E4M3_MOST, E4M3_MOST)
-            cache[block, :, offset] = new.to(cache.dtype)
+            cache[block, :, offset] = new.to(cache.dtype)  # twice the same numbers if latent
 
     def attend(
         self,
@@ -89,11 +89,14 @@ class ReferenceAttention(PagedAttention):
         return out
 
     def _gather(self, cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
-        """[Hq, length, D] float32 of one request; each KV head repeated for its group of query heads."""
+        """[Hq, length, D] float32 of one request; each KV head repeated for its group of query heads, but [length, D]
+        of a single one."""
         size = cache.shape[2]
         rows = cache[blocks[: -(-length // size)]]  # [n, Hkv, S, D]
         rows = dequantize(rows) if cache.dtype == torch.int8 else rows.float()
         heads = rows.transpose(0, 1).flatten(1, 2)[:, :length]
+        if self.query.kv_heads == 1:
+            return heads[0]
         return heads.repeat_interleave(self.query.q_heads // self.query.kv_heads, dim=0)
 
     def _dense(
@@ -104,12 +107,12 @@ class ReferenceAttention(PagedAttention):
         first: int,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [n, Hq, D] at positions first..first+n-1 over keys [Hq, L, D] -> [n, Hq, Dv]."""
-        scores = torch.matmul(q.transpose(0, 1).float(), keys.transpose(1, 2)) * self.query.scale
+        """q [n, Hq, D] at positions first..first+n-1 over keys [Hq, L, D] or [L, D] -> [n, Hq, Dv]."""
+        scores = torch.matmul(q.transpose(0, 1).float(), keys.mT) * self.query.scale
         if self.query.softcap:
             scores = self.query.softcap * torch.tanh(scores / self.query.softcap)
         position = torch.arange(first, first + q.shape[0], device=q.device).unsqueeze(1)
-        key = torch.arange(keys.shape[1], device=q.device)
+        key = torch.arange(keys.shape[-2], device=q.device)
         hidden = key > position
         if self.query.window:
             hidden |= key <= position - self.query.window
@@ -117,5 +120,5 @@ class ReferenceAttention(PagedAttention):
         if sinks is not None:
             column = sinks.float().view(-1, 1, 1).expand(-1, q.shape[0], 1)
             scores = torch.cat([scores, column], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
         return torch.matmul(weights, values).transpose(0, 1).to(q.dtype)

@@ -121,7 +121,8 @@ def topk_softmax(query: RouterQuery, device: torch.device, seed: int) -> list[Ca
         logits = draw.normal(tokens, query.experts, scale=scale)
         if step:  # many equal logits
             logits = (logits / step).round() * step
-        weights, ids = op(logits, query.top_k, query.renormalize)
+        bias = (draw.normal(query.experts, scale=0.2),) if query.bias else ()
+        weights, ids = op(logits, query.top_k, query.renormalize, *bias)
         return weights, ids
 
     return [
@@ -329,10 +330,13 @@ def make_caches(
     scale = SCALE_BYTES.get(query.kv_dtype, 0) // dtype.itemsize
     widths = query.head_dim + scale, query.v_head_dim + scale
     sizes = {"P": blocks, "K": 2, "H": query.kv_heads, "S": block_size, "D": max(widths)}
+    if query.latent:
+        sizes["K"] = 1
     spoilt = torch.nan if dtype.is_floating_point else -1  # a scale of four bytes -1 is NaN
     memory = torch.full([sizes[axis] for axis in fmt.layout], spoilt, dtype=dtype, device=device)
     logical = memory.permute([fmt.layout.index(axis) for axis in ("P", "K", "H", "S", "D")])
-    return logical[:, 0, ..., : widths[0]], logical[:, 1, ..., : widths[1]]
+    values = sizes["K"] - 1  # in the keys' own memory if latent
+    return logical[:, 0, ..., : widths[0]], logical[:, values, ..., : widths[1]]
 
 
 def block_sizes(op: PagedAttention) -> list[int]:
@@ -352,7 +356,9 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
     def step(part: Requests, table: np.ndarray) -> tuple[BatchView, torch.Tensor]:
         tokens = sum(n for _, n in part.lengths) + part.padding
         k = draw.normal(tokens, query.kv_heads, query.head_dim, dtype=query.dtype)
-        v = draw.normal(tokens, query.kv_heads, query.v_head_dim, dtype=query.dtype)
+        v = k[..., : query.v_head_dim]
+        if not query.latent:
+            v = draw.normal(tokens, query.kv_heads, query.v_head_dim, dtype=query.dtype)
         q = draw.normal(tokens, query.q_heads, query.head_dim, dtype=query.dtype, scale=2.0)
         batch = make_batch(part, table, size, device)
         plan = op.plan(batch, 0)
@@ -436,6 +442,7 @@ def paged_attention(query: AttentionQuery, device: torch.device, seed: int) -> l
             seed,
         )
         for name, norm in (("decode, chunk and prompt", False), ("padded", True))
+        if not query.latent  # only a part of its keys is turned
     ]
     return turned + [
         _case(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import ExpertsImpl
+from headrace.platforms.queries import RouterQuery
 from headrace.platforms.reference import ops
 
 GATED = {
@@ -26,6 +28,42 @@ def topk_softmax(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids.int()
+
+
+class ReferenceRouter:
+    """topk_softmax(logits, top_k, renormalize[, bias]) with the query's options."""
+
+    def __init__(self, query: RouterQuery, runtime: DeviceRuntime) -> None:
+        self.query = query
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        renormalize: bool,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query = self.query
+        if query.plain:
+            return topk_softmax(logits, top_k, renormalize)
+        scores = logits.sigmoid() if query.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if bias is None else scores + bias
+        if query.groups > 1:
+            choice = self._within_groups(choice, 1 if bias is None else 2)
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        weights = scores.gather(1, ids)
+        if renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * query.scale, ids.int()
+
+    def _within_groups(self, choice: torch.Tensor, best: int) -> torch.Tensor:
+        """-inf for experts outside of the groups whose `best` largest have the largest sums."""
+        groups = choice.unflatten(1, (self.query.groups, -1))
+        sums = groups.topk(best, dim=-1).values.sum(-1)
+        order = sums.sort(dim=-1, descending=True, stable=True).indices
+        out = torch.ones_like(sums, dtype=torch.bool)
+        out.scatter_(1, order[:, : self.query.top_groups], False)
+        return groups.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 class ReferenceExperts(ExpertsImpl):

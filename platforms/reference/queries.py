@@ -30,6 +30,9 @@ def attention_queries(dtype: str) -> list[AttentionQuery]:
     for window, softcap, sinks in ((0, 20.0, False), (0, 0.0, True), (16, 20.0, True)):
         queries.append(query(6, 2, 64, window=window, softcap=softcap, sinks=sinks))
     queries.append(AttentionQuery(4, 2, 96, 64, dtype, dtype, 0.1))  # keys wider than values
+    # latent caches: a small one, and DeepSeek's sizes
+    queries.append(AttentionQuery(5, 1, 80, 64, dtype, dtype, 0.1, latent=True))
+    queries.append(AttentionQuery(16, 1, 576, 512, dtype, dtype, 576**-0.5, latent=True))
     if dtype == "float32":
         queries.append(AttentionQuery(4, 2, 64, 64, dtype, "bfloat16", 0.125))  # smaller KV
     return queries
@@ -65,6 +68,12 @@ def queries(op: str) -> list[Any]:
     if op == "topk_softmax":
         sizes = [(8, 2), (128, 8), (60, 4), (3, 3), (1, 1)]
         made = [RouterQuery(*size, renormalize) for size in sizes for renormalize in (True, False)]
+        made += [
+            RouterQuery(64, 6, scale=1.5),
+            RouterQuery(160, 6, groups=8, top_groups=3, scale=16.0),
+            RouterQuery(256, 8, True, "sigmoid", 8, 4, True, 2.5),
+            RouterQuery(12, 3, False, "sigmoid", bias=True),
+        ]
     if op in ("sample", "logprobs"):
         made = [SampleQuery(vocab, 8) for vocab in (3, 100, 9000)]
     return made

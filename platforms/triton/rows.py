@@ -91,7 +91,7 @@ def implementations(
         check = _newer("topk_softmax", known(Check(), device))
         check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
         check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} of them exceed {MOST_CHOSEN}")
-        return check.verdict()
+        return check.need(query.plain, "it routes by softmax over all experts").verdict()
 
     def verdict(
         op: str, judge: Callable[[Any, DeviceInfo, Check], Check]

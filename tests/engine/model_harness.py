@@ -133,9 +133,11 @@ def simple_plan(model: Decoder, blocks: int) -> KVPlan:
 def make_cache(plan: KVPlan, spec: KVSpec, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Filled with garbage, so that a read of a slot that nobody wrote shows."""
     size = {"P": blocks, "K": 2, "H": spec.kv_heads, "S": plan.block_size, "D": spec.head_dim}
+    if spec.latent:
+        size["K"] = 1
     stored = torch.full([size[axis] for axis in plan.layout], 1e4, dtype=getattr(torch, spec.dtype))
     both = stored.permute([plan.layout.index(axis) for axis in CANONICAL])
-    return both[:, 0], both[:, 1]
+    return both[:, 0], both[:, size["K"] - 1, ..., : spec.v_head_dim]
 
 
 @dataclass

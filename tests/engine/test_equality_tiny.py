@@ -30,6 +30,8 @@ FAMILIES = (
     "qwen3",
     "mixtral",
     "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
     "gemma2",
     "gemma3",
 )

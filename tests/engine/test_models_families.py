@@ -84,7 +84,7 @@ def test_length_dependent_rope(name: str, length: int, tmp_path) -> None:
     torch.testing.assert_close(got, tiny.logits(tokens), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2-dense", "gemma2", "gemma3"])
 def test_bfloat16(name: str, platform: str, tmp_path) -> None:
     """Log-probabilities within 0.02 of float32's on average and 0.15 at worst (their standard deviation is about 1)."""
     tiny = make_tiny(name, tmp_path)

@@ -64,6 +64,8 @@ def logits_of_ranks(tiny: Tiny, world: int, tokens: list[int]) -> list[torch.Ten
         ("mixtral", 2),
         ("qwen2_moe", 2),
         ("qwen3_moe", 2),
+        ("deepseek_v2", 2),
+        ("deepseek_v3", 4),
         ("gemma2", 2),
         ("gemma3", 2),
         ("llama-8-heads", 4),  # two ranks share a KV head

@@ -56,6 +56,24 @@ _MOE = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+_LATENT = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    "rope_theta": 10000.0,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+    "original_max_position_embeddings": 64,
+}
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 
 # name -> what the config has beyond _SIZES
@@ -108,6 +126,36 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
     },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_scaling": _YARN,
+    },
+    "deepseek_v2-dense": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": 40,
+        "first_k_dense_replace": 3,
+    },
+    "deepseek_v2-groups": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "q_lora_rank": 40,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **_LATENT,
+        "q_lora_rank": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_scaling": _YARN,
+    },
     "gemma2": {"model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": 2.0},
     "gemma3": {
         "model_type": "gemma3_text",
@@ -151,6 +199,9 @@ def make_tiny(name: str, folder: Path) -> Tiny:
             value.copy_(torch.randn_like(value) * (0.3 if "norm" in key or "bias" in key else 0.15))
             if key.endswith("norm.weight") and "gemma" not in name:
                 value.add_(1.0)
+        for key, value in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                value.copy_(torch.randn_like(value) * 0.2)
     model.save_pretrained(folder)
     spec = spec_from_hf(json.loads((folder / "config.json").read_text()))
     return Tiny(name, model, StateSource(spec, load_file(folder / "model.safetensors")))

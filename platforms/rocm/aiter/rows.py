@@ -51,6 +51,7 @@ def _activation(query: Any, check: Check) -> Check:
 
 
 def _router(query: Any, check: Check) -> Check:
+    check.need(query.plain, "it routes by softmax over all experts")
     check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
     power = query.experts & (query.experts - 1) == 0
     return check.need(power, f"{query.experts} experts are no power of two")
