@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.engine.layers.norm import AddRMSNorm
-    from headrace.engine.layers.norm import AddRMSNorm
     from headrace.engine.layers.rotary import Rotary
     from headrace.engine.models.base import BuildContext
     from headrace.engine.models.spec import ModelSpec
