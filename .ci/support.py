@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.platforms.collectives import OP as COLLECTIVES
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.platform import Platform
 from headrace.platforms.queries import (
@@ -23,6 +24,7 @@ from headrace.platforms.queries import (
     AttentionQuery,
     EmbeddingQuery,
     ExpertsQuery,
+    GroupQuery,
     LinearQuery,
     NormQuery,
     RotaryQuery,
@@ -46,7 +48,7 @@ Made by `python .ci/support.py` from the verdicts of every implementation on eve
   older processors that was run on a newer one
 - name?: a native implementation that the project never ran on such hardware; at start it must agree with the reference
   on generated inputs, or the reference serves
-- reference: plain PyTorch on the device
+- reference: plain PyTorch on the device; sums over devices through the host
 - no: the model cannot run so; quantized weights are then dequantized when they are loaded
 
 In the device's preferred dtype, with the packages installed that an implementation asks for. `headrace explain MODEL
@@ -89,6 +91,7 @@ def rows(dtype: str) -> list[tuple[str, str, Any]]:
         ("experts", "fused_experts", experts()),
         ("experts, Q4_K and Q6_K weights", "fused_experts", experts("Q4_K", "Q6_K")),
         ("sampling", "sample", SampleQuery(128256, 64)),
+        ("sums over 2 devices", COLLECTIVES, GroupQuery(2)),
     ]
 
 

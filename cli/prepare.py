@@ -25,12 +25,13 @@ from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
+from headrace.platforms.collectives import OP as COLLECTIVES
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.platform import Default
 from headrace.platforms.probe import (
     ResolvedPlatform,
 )
-from headrace.platforms.queries import SampleQuery
+from headrace.platforms.queries import GroupQuery, SampleQuery
 from headrace.platforms.registry import (
     Candidate,
     Decision,
@@ -143,6 +144,8 @@ def decide(plan: Plan) -> list[Decision]:
         seats = plan.config.scheduler.max_num_seqs
         query = SampleQuery(plan.spec.vocab, seats)
         queries += [("sample", query), ("logprobs", query)]
+        if world > 1:
+            queries.append((COLLECTIVES, GroupQuery(world)))
         return [choose(op, query) for op, query in queries]
     except ModelError as error:
         raise CliError(str(error)) from None

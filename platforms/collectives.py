@@ -1,13 +1,19 @@
-"""Collective operations over one group of workers. The host control plane is the engine's own pipes, not these."""
+"""Collective operations over one group of workers. The host control plane is the engine's own pipes, not these.
+
+Their implementations are selected like those of an op, under the name OP, by a GroupQuery; what a row names is called
+as `cls(group, runtime)` on every rank at once. headrace.platforms.groups chooses and tests.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+OP = "collectives"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,9 @@ class GroupSpec:
 
 
 class Collectives(ABC):
-    capture_safe: ClassVar[bool] = False  # may be called inside a graph capture
+    """When one is made, torch.distributed's default group holds the ranks' processes and talks through their hosts."""
+
+    capture_safe: bool = False  # may be called inside a graph capture
 
     rank: int
     world: int
@@ -41,7 +49,8 @@ class Collectives(ABC):
     def barrier(self) -> None: ...
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What it made itself; the default group stays."""
 
 
 class SoloCollectives(Collectives):

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.platforms.allocator import DeviceAllocator
-    from headrace.platforms.collectives import Collectives, GroupSpec
     from headrace.platforms.graph import GraphBackend
 
 
@@ -101,9 +100,6 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def seed(self, value: int) -> None: ...
-
-    @abstractmethod
-    def collectives(self, group: GroupSpec) -> Collectives: ...
 
     @abstractmethod
     def graphs(self) -> GraphBackend: ...

@@ -105,3 +105,11 @@ class AttentionQuery:
 class SampleQuery:
     vocab: int
     max_reqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuery:
+    """Collectives (platforms/collectives.py) of `world` ranks, each with a device of its own."""
+
+    world: int
+    same_node: bool = True

@@ -269,10 +269,12 @@ def select(
     load: Callable[[Implementation], Any] | None = None,
     self_test: Callable[[Implementation], SelfTest] | None = None,
     versions: Callable[[str], str | None] = installed_version,
+    test_all: bool = False,
 ) -> Decision:
     """Choose the implementation of `op` for `query` on `device`. SelectionError carries the whole table.
 
     Without `load` nothing is imported and without `self_test` nothing runs: what `explain` does for any device.
+    `test_all`: the verified and the reference are tested as well.
     """
     policy = policy or Policy()
     rows = []
@@ -282,7 +284,7 @@ def select(
     forced = policy.force.get(op)
     pool = rows if forced is None else [row for row in rows if row.implementation.name == forced]
     for row in sorted(pool, key=_Row.order):
-        if row.status != "no" and _admit(row, policy, load, self_test):
+        if row.status != "no" and _admit(row, policy, load, self_test, test_all):
             return Decision(
                 op, query, device.spec, row.implementation.name, _table(rows), forced is not None
             )
@@ -294,6 +296,7 @@ def _admit(
     policy: Policy,
     load: Callable[[Implementation], Any] | None,
     self_test: Callable[[Implementation], SelfTest] | None,
+    test_all: bool,
 ) -> bool:
     """Load and, if unverified, test a winner. A refusal is written into its row."""
     if load is not None:
@@ -302,7 +305,8 @@ def _admit(
         except (ImportError, OSError) as error:
             row.refuse(f"load failed: {error}")
             return False
-    if row.status == "unverified" and row.implementation.name != REFERENCE:
+    doubted = row.status == "unverified" and row.implementation.name != REFERENCE
+    if doubted or test_all:
         if not policy.self_test:
             row.reasons = (*row.reasons, "self-test switched off")
         elif self_test is not None:

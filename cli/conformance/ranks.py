@@ -13,9 +13,11 @@ from typing import TextIO
 import msgspec
 
 from headrace.engine.config.env import child_environment
-from headrace.platforms.collectives import GroupSpec
+from headrace.platforms.collectives import OP, GroupSpec
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.groups import open_group
 from headrace.platforms.probe import load_platform
+from headrace.platforms.registry import Policy, Registry
 
 RANK_SECONDS = 180.0
 
@@ -25,11 +27,13 @@ class Rank(msgspec.Struct):
     rank: int
     world: int
     init_method: str
+    name: str
     path: list[str]
 
 
-def run_group(devices: Sequence[DeviceInfo]) -> str:
-    """A rank on each device, all at once. "" when all of them saw what they should, else what the first one said."""
+def run_group(devices: Sequence[DeviceInfo], name: str) -> str:
+    """A rank on each device, all at once, over the implementation of that name. "" when all of them saw what they
+    should, else what the first one said."""
     world = len(devices)
     platform = load_platform(devices[0].platform)
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder, ExitStack() as logs:
@@ -44,7 +48,7 @@ def run_group(devices: Sequence[DeviceInfo]) -> str:
                 stderr=subprocess.STDOUT,
                 env=child_environment(**platform.worker_env(device, number, world)),
             )
-            job = Rank(device, number, world, meeting, list(sys.path))
+            job = Rank(device, number, world, meeting, name, list(sys.path))
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(job))
             process.stdin.close()
@@ -70,10 +74,14 @@ def main() -> None:
     sys.path[:] = job.path
     from headrace.platforms.reference.checks.collectives import check_group
 
-    runtime = load_platform(job.device.platform).open(job.device)
-    group = runtime.collectives(GroupSpec(job.rank, job.world, job.init_method))
-    check_group(group, runtime, job.rank, job.world)
-    group.close()
+    platform = load_platform(job.device.platform)
+    registry, runtime = (
+        Registry.with_reference(platform.implementations()),
+        platform.open(job.device),
+    )
+    spec = GroupSpec(job.rank, job.world, job.init_method)
+    with open_group(spec, runtime, registry, Policy(force={OP: job.name})) as group:
+        check_group(group, runtime, job.rank, job.world)
     runtime.close()
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from headrace.cli.conformance.messages import (
     AREAS,
+    COLLECTIVES,
     Done,
     Job,
     Message,
@@ -76,7 +77,7 @@ def _refuse_unknown(only: Sequence[str], found: ResolvedPlatform) -> None:
             hint = f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
             raise CliError(f"--op {entry}: no op {op!r}; {hint}")
         names = [row.name for row in registry.candidates(op)]
-        if name and op in CONTRACTS and name not in names:
+        if name and op in (*CONTRACTS, COLLECTIVES) and name not in names:
             raise CliError(f"--op {entry}: {op} has {', '.join(names)} on {found.device.platform}")
 
 

@@ -35,6 +35,7 @@ from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.ops import CONTRACTS, Ops
 from headrace.platforms.platform import Platform
 from headrace.platforms.probe import load_platform
+from headrace.platforms.queries import GroupQuery
 from headrace.platforms.reference.checks import attention, experts, runtime, sampling
 from headrace.platforms.reference.checks.base import Make, NothingToCheck, OpCheck
 from headrace.platforms.reference.compare import cases_of, measure, tolerance_of, truth_query
@@ -143,7 +144,7 @@ class Planned:
 def planned(platform: Platform, only: Sequence[str] = ()) -> list[Planned]:
     """Every test, in an order that is the same in every process. `only`: areas, ops, or op=implementation."""
     registry = Registry.with_reference(platform.implementations())
-    found = [*_of_runtime(), *_of_ops(registry), *_of_models(registry)]
+    found = [*_of_runtime(), *_of_groups(registry), *_of_ops(registry), *_of_models(registry)]
     if not only:
         return found
     return [
@@ -157,7 +158,12 @@ def _of_runtime() -> Iterator[Planned]:
     for area, checks in RUNTIME_CHECKS.items():
         for text, check in checks.items():
             yield Planned(Test(area, "", text), partial(_check_runtime, check))
-    yield Planned(Test(COLLECTIVES, "", "a rank on each device"), _check_group)
+
+
+def _of_groups(registry: Registry) -> Iterator[Planned]:
+    for row in registry.candidates(COLLECTIVES):
+        check = partial(_check_group, row)
+        yield Planned(Test(COLLECTIVES, row.name, "a rank on each device"), check)
 
 
 def _of_ops(registry: Registry) -> Iterator[Planned]:
@@ -240,14 +246,17 @@ def _check_runtime(check: runtime.RuntimeCheck, bench: Bench, say: Say) -> Resul
     return _result([Case("", -1.0)])
 
 
-def _check_group(bench: Bench, say: Say) -> Result:
+def _check_group(row: Implementation, bench: Bench, say: Say) -> Result:
     """The CPU is shared by two ranks; any other device holds one."""
     devices = list(bench.devices)
     if len(devices) == 1 and bench.runtime.device.type == HOST:
         devices *= 2
     if len(devices) == 1:
         return Result("skipped", "there is one device only")
-    wrong = run_group(devices)
+    refused = _refusal(row, GroupQuery(len(devices)), bench)
+    if refused:
+        return Result("skipped", refused)
+    wrong = run_group(devices, row.name)
     return _result([Case(f"{len(devices)} ranks", -1.0, wrong)])
 
 

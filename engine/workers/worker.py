@@ -29,6 +29,7 @@ from headrace.engine.workers.messages import Setup
 from headrace.platforms import tuned
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.groups import open_group
 from headrace.platforms.kv_layout import KVPlan
 from headrace.platforms.ops import Ops
 from headrace.platforms.probe import load_platform
@@ -73,13 +74,10 @@ class Worker:
             log.warning("%s", measured.problem)
         self._runtime.tuned = measured.options
         group = GroupSpec(setup.rank, setup.world, setup.init_method)
-        self._collectives = self._runtime.collectives(group)
-        self._opened.callback(self._collectives.close)
-        self._ops = Ops(
-            Registry.with_reference(platform.implementations()),
-            self._device,
-            self._runtime,
-            policy_of(setup),
+        registry, policy = Registry.with_reference(platform.implementations()), policy_of(setup)
+        self._ops = Ops(registry, self._device, self._runtime, policy)
+        self._collectives = self._opened.enter_context(
+            open_group(group, self._runtime, registry, policy, self._ops.report)
         )
 
     def load(self) -> None:

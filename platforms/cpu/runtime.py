@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from headrace.platforms.allocator import DeviceAllocator
-from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
 from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.hardware import Hardware
 from headrace.platforms.cpu.numa import Placement
@@ -113,13 +112,6 @@ class CpuRuntime(DeviceRuntime):
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
-
-    def collectives(self, group: GroupSpec) -> Collectives:
-        if group.world == 1:
-            return SoloCollectives()
-        from headrace.platforms.cpu.collectives import GlooCollectives
-
-        return GlooCollectives(group)
 
     def kernels(self) -> Kernels:
         """The native library with as many threads as PyTorch has. OSError when there is no build for this CPU."""

@@ -15,7 +15,9 @@ from headrace.platforms.platform import (
     dtype_problems,
     step_tokens,
 )
+from headrace.platforms.queries import GroupQuery
 from headrace.platforms.registry import Check, Implementation
+from headrace.platforms.torch_device import rows as torch_rows
 from headrace.platforms.triton import rows
 
 # Architectures on which the contract tests were run by the project.
@@ -67,6 +69,8 @@ class CudaPlatform(Platform):
         return {
             "OMP_NUM_THREADS": "1",  # the host only plans; its threads would spin beside the engine
             "CUDA_MODULE_LOADING": "LAZY",
+            # symmetric memory is used without it: see symmetric_memory.py
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         }
 
     def defaults(self, model: ModelShape, device: DeviceInfo) -> Mapping[str, Default]:
@@ -96,12 +100,24 @@ class CudaPlatform(Platform):
         return problems
 
     def implementations(self) -> Iterable[Implementation]:
-        return rows.implementations(self.name, known)
+        return [*rows.implementations(self.name, known), *_collectives(self.name)]
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace.platforms.cuda.runtime import CudaRuntime
 
         return CudaRuntime(device)
+
+
+def _collectives(source: str) -> Iterable[Implementation]:
+    def small_sums(query: GroupQuery, device: DeviceInfo, check: Check) -> Check:
+        check.need(query.same_node, "its ranks read each other's memory: they have to share a host")
+        check.need(query.world <= 8, f"{query.world} ranks exceed 8")
+        check.need(hardware.capability(device.arch) >= 80, f"{device.arch} has no bfloat16 sums")
+        return check.note("sums of up to 512 KiB; NCCL does the rest")
+
+    target = "headrace.platforms.cuda.symmetric_memory:SymmetricMemoryCollectives"
+    yield torch_rows.collectives(source, "symmetric_memory", target, small_sums, rank=60)
+    yield torch_rows.collectives(source, "nccl", torch_rows.NCCL)
 
 
 def known(check: Check, device: DeviceInfo) -> Check:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.torch_device.runtime import TorchRuntime
@@ -26,8 +25,3 @@ class CudaRuntime(TorchRuntime):
         from headrace.platforms.torch_device.graphs import TorchGraphs
 
         return TorchGraphs(self.device, torch.cuda.CUDAGraph)
-
-    def make_collectives(self, group: GroupSpec) -> Collectives:
-        from headrace.platforms.torch_device.collectives import TorchCollectives
-
-        return TorchCollectives(group, self.device, "nccl")

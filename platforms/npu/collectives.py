@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.torch_device.collectives import TorchCollectives
 
 # What HCCL adds up; other dtypes go through the nearest of them.
@@ -12,8 +11,7 @@ _SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32
 
 
 class HcclCollectives(TorchCollectives):
-    def __init__(self, group: GroupSpec, device: torch.device) -> None:
-        super().__init__(group, device, "hccl")
+    backend = "hccl"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype in _SUMMED:

@@ -15,7 +15,8 @@ from headrace.platforms.platform import (
     dtype_problems,
     step_tokens,
 )
-from headrace.platforms.registry import Implementation
+from headrace.platforms.registry import Implementation, Requirement
+from headrace.platforms.torch_device import rows as torch_rows
 
 BLOCK_SIZE = 128
 
@@ -113,7 +114,10 @@ class NpuPlatform(Platform):
         return problems
 
     def implementations(self) -> Iterable[Implementation]:
-        return rows.implementations(self.name)
+        hccl = "headrace.platforms.npu.collectives:HcclCollectives"
+        needs = (Requirement("torch-npu", ">=2.9"),)
+        group = torch_rows.collectives(self.name, "hccl", hccl, requires=needs)
+        return [*rows.implementations(self.name), group]
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace.platforms.npu.runtime import NpuRuntime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.npu import versions
@@ -27,11 +26,6 @@ class NpuRuntime(TorchRuntime):
         from headrace.platforms.npu.graphs import NpuGraphs
 
         return NpuGraphs(self.device, self.captures)
-
-    def make_collectives(self, group: GroupSpec) -> Collectives:
-        from headrace.platforms.npu.collectives import HcclCollectives
-
-        return HcclCollectives(group, self.device)
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.platforms.collectives import OP as COLLECTIVES
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.kv_layout import SCALE_BYTES
 from headrace.platforms.registry import REFERENCE, Check, Implementation, Verdict
@@ -43,6 +44,10 @@ def _attention(query: Any, device: DeviceInfo) -> Verdict:
     return check.verdict()
 
 
+def _through_the_host(_query: Any, _device: DeviceInfo) -> Verdict:
+    return Check().note("gloo, through the memory of the host").verdict()
+
+
 def implementations() -> list[Implementation]:
     """One row for each op. Metadata only."""
     home = "headrace.platforms.reference"
@@ -65,6 +70,7 @@ def implementations() -> list[Implementation]:
         ("embedding", "linear:ReferenceEmbedding", _plain_weights),
         ("fused_experts", "experts:ReferenceExperts", _plain_experts),
         ("paged_attention", "attention:ReferenceAttention", _attention),
+        (COLLECTIVES, "collectives:HostCollectives", _through_the_host),
     ):
         rows.append(
             Implementation(op, REFERENCE, f"{home}.{target}", supports=supports, source=REFERENCE)

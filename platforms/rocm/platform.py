@@ -17,6 +17,7 @@ from headrace.platforms.platform import (
 from headrace.platforms.registry import Check, Implementation
 from headrace.platforms.rocm import hardware
 from headrace.platforms.rocm.aiter import rows as aiter_rows
+from headrace.platforms.torch_device import rows as torch_rows
 from headrace.platforms.triton import rows
 
 # Architectures on which the contract tests were run by the project: none so far.
@@ -119,7 +120,9 @@ class RocmPlatform(Platform):
 
     def implementations(self) -> Iterable[Implementation]:
         shared = rows.implementations(self.name, known, hardware.TRITON_NAMES)
-        return [*aiter_rows.implementations(self.name, known), *shared]
+        rccl = torch_rows.collectives(self.name, "rccl", torch_rows.NCCL)
+        custom = aiter_rows.collectives(self.name)
+        return [*aiter_rows.implementations(self.name, known), *shared, custom, rccl]
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace.platforms.rocm.runtime import RocmRuntime

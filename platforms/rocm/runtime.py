@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.rocm import tuning
@@ -37,8 +36,3 @@ class RocmRuntime(TorchRuntime):
         from headrace.platforms.torch_device.graphs import TorchGraphs
 
         return TorchGraphs(self.device, torch.cuda.CUDAGraph)
-
-    def make_collectives(self, group: GroupSpec) -> Collectives:
-        from headrace.platforms.torch_device.collectives import TorchCollectives
-
-        return TorchCollectives(group, self.device, "nccl")  # so torch names RCCL on HIP

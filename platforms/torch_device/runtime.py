@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from headrace.platforms.allocator import DeviceAllocator
-from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import GraphBackend
 
@@ -52,7 +51,7 @@ class TorchAllocator(DeviceAllocator):
 
 
 class TorchRuntime(DeviceRuntime):
-    """What is left to a platform: the type of its torch devices, its graphs, its collectives."""
+    """What is left to a platform: the type of its torch devices, its graphs."""
 
     device_type: ClassVar[str]
 
@@ -66,9 +65,6 @@ class TorchRuntime(DeviceRuntime):
 
     @abstractmethod
     def make_graphs(self) -> GraphBackend: ...
-
-    @abstractmethod
-    def make_collectives(self, group: GroupSpec) -> Collectives: ...
 
     def stream(self) -> Any:
         return self._module.Stream(self.device)
@@ -101,9 +97,6 @@ class TorchRuntime(DeviceRuntime):
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
-
-    def collectives(self, group: GroupSpec) -> Collectives:
-        return SoloCollectives() if group.world == 1 else self.make_collectives(group)
 
     def graphs(self) -> GraphBackend:
         if self._graphs is None:

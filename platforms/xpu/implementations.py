@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import Check, Implementation, Requirement, Verdict
+from headrace.platforms.torch_device import rows as torch_rows
 from headrace.platforms.triton import rows
 from headrace.platforms.xpu.hardware import FAMILIES, IPEX, TRITON_NAMES
 
@@ -24,6 +25,9 @@ FUSED_TOP_K = (1, 2, 4, 6, 8)
 
 
 def implementations(source: str) -> Iterable[Implementation]:
+    yield torch_rows.collectives(
+        source, "xccl", "headrace.platforms.xpu.collectives:XcclCollectives"
+    )
     yield from _extension(source)
     for row in rows.implementations(source, _triton, TRITON_NAMES):
         yield replace(row, supports=_triton_sample) if row.op == "sample" else row

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from headrace.platforms.collectives import Collectives, GroupSpec
 from headrace.platforms.device import MemoryInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.torch_device.runtime import TorchRuntime
@@ -49,8 +48,3 @@ class XpuRuntime(TorchRuntime):
         from headrace.platforms.xpu.graphs import NoGraphs, XpuGraphs
 
         return XpuGraphs(self.device) if hasattr(torch.xpu, "XPUGraph") else NoGraphs()
-
-    def make_collectives(self, group: GroupSpec) -> Collectives:
-        from headrace.platforms.xpu.collectives import XcclCollectives
-
-        return XcclCollectives(group, self.device)

@@ -12,6 +12,7 @@ from headrace.platforms.batch import HostArgs
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import EagerGraphs, GraphBackend, GraphKey
+from headrace.platforms.groups import open_group
 from headrace.platforms.ops import Ops
 from headrace.platforms.queries import ActivationQuery, LinearQuery, NormQuery
 from headrace.platforms.reference.checks.base import NothingToCheck, close, require, same
@@ -99,13 +100,12 @@ def every_dtype_computes(runtime: DeviceRuntime, registry: Registry) -> None:
 
 
 def a_group_of_one(runtime: DeviceRuntime, registry: Registry) -> None:
-    group = runtime.collectives(GroupSpec(0, 1, ""))
-    require((group.rank, group.world) == (0, 1), f"rank {group.rank} of {group.world}")
-    x = torch.arange(4.0).to(runtime.device)
-    for result in (group.all_reduce(x), group.all_gather(x), group.broadcast(x)):
-        same(result, torch.arange(4.0), "a group of one and its input")
-    group.barrier()
-    group.close()
+    with open_group(GroupSpec(0, 1, ""), runtime, registry) as group:
+        require((group.rank, group.world) == (0, 1), f"rank {group.rank} of {group.world}")
+        x = torch.arange(4.0).to(runtime.device)
+        for result in (group.all_reduce(x), group.all_gather(x), group.broadcast(x)):
+            same(result, torch.arange(4.0), "a group of one and its input")
+        group.barrier()
 
 
 def graphs_replay_what_they_captured(runtime: DeviceRuntime, registry: Registry) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo
+from headrace.platforms.queries import GroupQuery
 from headrace.platforms.registry import Check, Implementation, Requirement, Verdict
 from headrace.platforms.rocm.hardware import AITER, TRITON_NAMES
+from headrace.platforms.torch_device import rows as torch_rows
 
 NAME = "aiter"
 # Architectures that AITER brings tuned kernels for.
@@ -20,6 +22,8 @@ HALVES = ("bfloat16", "float16")
 # The block sizes that its attention is used with: for decodes a tile is a block, and three stages of larger ones fill
 # the shared memory of a gfx942.
 BLOCK_SIZES = (16, 32)
+# Ranks that its all-reduce was written for.
+WORLDS = (2, 4, 6, 8)
 # What a thread block of its gating kernel sorts.
 MOST_EXPERTS = 256
 
@@ -93,6 +97,20 @@ def _attention(query: Any, check: Check) -> Check:
     check.need(not rest, f"{query.q_heads} query heads are no multiple of {query.kv_heads}")
     check.need(group <= 128, f"{group} query heads for one KV head exceed 128")
     return check.note(f"reads blocks of {', '.join(map(str, BLOCK_SIZES))} tokens")
+
+
+def _group(query: GroupQuery, device: DeviceInfo, check: Check) -> Check:
+    check.need(device.arch in ARCHS, f"{device.arch} is none of AITER's {ARCHS}")
+    check.need(query.world in WORLDS, f"{query.world} ranks are none of {WORLDS}")
+    check.need(query.same_node, "its ranks read each other's memory: they have to share a host")
+    return check.note("sums of up to 8 MiB; RCCL does the rest")
+
+
+def collectives(source: str) -> Implementation:
+    """The row of AITER's all-reduce, for the platform named `source`."""
+    target = "headrace.platforms.rocm.aiter.collectives:AiterCollectives"
+    package = (Requirement(AITER, ">=0.1.7"),)
+    return torch_rows.collectives(source, NAME, target, _group, rank=60, requires=package)
 
 
 def implementations(source: str, known: Device) -> list[Implementation]:

@@ -25,6 +25,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "QuantType": ("aiter:QuantType",),
     "shuffle_weight": ("aiter.ops.shuffle:shuffle_weight",),
     "gemm": ("aiter.tuned_gemm:tgemm.mm",),
+    "CustomAllreduce": ("aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce",),
     "unified_attention": (
         "aiter.ops.triton.attention.unified_attention:unified_attention",
         "aiter.ops.triton.unified_attention:unified_attention",

@@ -23,6 +23,8 @@ from headrace.platforms.rocm.aiter.vendor import PLACES
 
 FACTS = Path(__file__).parent / "aiter_facts.json"
 ENUMS = "csrc/include/aiter_enum.h"
+# of classes that are made here: what is called of them
+METHODS = {"CustomAllreduce": ("__init__", "custom_all_reduce", "close")}
 
 Read = Callable[
     [str], "str | None"
@@ -95,6 +97,10 @@ class Package:
         if found is None:
             return None
         file, node = found
+        if isinstance(node, ast.ClassDef) and not method and name in METHODS:
+            functions = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+            known = {one: _parameters(functions[one], skip=True) for one in METHODS[name]}
+            return {"file": file, "methods": known}
         if method:
             assert isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
             made = self.find(module, ast.unparse(node.value.func))

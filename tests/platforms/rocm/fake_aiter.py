@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from headrace.platforms.queries import AttentionQuery, ExpertsQuery
@@ -152,6 +153,36 @@ def mm(
     return F.linear(inp, weights, bias)
 
 
+class CustomAllreduce:
+    """Ranks as processes of this host, over gloo."""
+
+    def __init__(self, group: Any, device: torch.device, max_size: int, **_: Any) -> None:
+        assert dist.get_backend(group) != "nccl" and isinstance(device, torch.device)
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        assert isinstance(store, dist.TCPStore), "handles are exchanged through one"
+        self.disabled = dist.get_world_size(group) not in (2, 4, 6, 8)
+        self._group, self._most = group, max_size
+
+    def custom_all_reduce(self, input: torch.Tensor, **_: Any) -> torch.Tensor | None:
+        size = input.numel() * input.element_size()
+        if self.disabled or size % 16:
+            return None
+        assert size <= self._most, "beyond the buffer: the released package would write there"
+        assert input.is_contiguous() and input.dtype in (*HALVES, torch.float32)
+        total = input.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def close(self) -> None:
+        self.disabled = True
+
+
+CLASSES = {
+    "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce": CustomAllreduce,
+}
+
 BODIES: dict[str, Callable[..., Any]] = {
     "aiter:rms_norm": rms_norm,
     "aiter:rmsnorm2d_fwd_with_add": add_rms_norm,
@@ -191,6 +222,8 @@ def modules(entry: dict[str, Any], calls: Counter[str]) -> dict[str, ModuleType]
             holder = getattr(holder, owner)
         if "enum" in facts:
             setattr(holder, attribute, enum.Enum(attribute, facts["enum"]))
+        elif "methods" in facts:
+            setattr(holder, attribute, _bound_class(place, facts["methods"], calls))
         else:
             setattr(holder, attribute, _bound(place, facts["parameters"], calls))
     return made
@@ -204,6 +237,22 @@ def _bound(place: str, parameters: list[dict[str, str]], calls: Counter[str]) ->
         return body(**signature.bind(*arguments, **named).arguments)
 
     return function
+
+
+def _bound_class(place: str, methods: dict[str, Any], calls: Counter[str]) -> type:
+    """CLASSES[place], each of whose methods is bound to its signature first."""
+
+    def bound(name: str, parameters: list[dict[str, str]]) -> Callable[..., Any]:
+        signature, body = signature_of(parameters), getattr(CLASSES[place], name)
+
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            calls[place] += 1
+            return body(self, **signature.bind(*arguments, **named).arguments)
+
+        return method
+
+    found = {name: bound(name, parameters) for name, parameters in methods.items()}
+    return type(CLASSES[place].__name__, (CLASSES[place],), found)
 
 
 def install(monkeypatch: Any, entry: dict[str, Any]) -> Counter[str]:

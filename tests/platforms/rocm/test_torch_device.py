@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from headrace.platforms.batch import HostArgs
-from headrace.platforms.collectives import GroupSpec, SoloCollectives
+from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import MemoryInfo
 from headrace.platforms.graph import GraphKey
@@ -182,54 +181,14 @@ def test_freed_memory_goes_back_to_the_device(module, monkeypatch):
     assert module.log[-1] == "empty_cache" and allocator.stats() == {}
 
 
-def test_one_rank_needs_no_library(runtime):
-    assert isinstance(runtime.collectives(GroupSpec(0, 1, "file:///none")), SoloCollectives)
-
-
 def test_ranks_meet_over_rccl(runtime, monkeypatch):
-    """torch.distributed has RCCL under the name of NCCL."""
+    """torch.distributed has RCCL under the name of NCCL; the default group stays the hosts'."""
     said: list[Any] = []
-    monkeypatch.setattr(
-        collectives.dist, "init_process_group", lambda *a, **k: said.append((a, k["world_size"]))
-    )
+    monkeypatch.setattr(collectives.dist, "new_group", lambda **k: said.append(k))
     monkeypatch.setattr(collectives.TorchCollectives, "barrier", lambda self: said.append("met"))
-    made = runtime.collectives(GroupSpec(1, 2, "file:///none"))
-    assert (
-        said == [(("nccl",), 2), "met"] and made.capture_safe and (made.rank, made.world) == (1, 2)
-    )
-
-
-@pytest.mark.slow
-def test_collectives_of_two_ranks(tmp_path, monkeypatch):
-    """The shared collectives over gloo: what they compute does not depend on the library."""
-    import torch.multiprocessing as mp
-
-    monkeypatch.syspath_prepend(
-        str(Path(__file__).parents[3])
-    )  # the ranks import this module by its name
-    mp.spawn(_rank, args=(str(tmp_path / "meet"),), nprocs=2)
-
-
-def _rank(rank: int, meet: str) -> None:
-    torch.set_num_threads(1)
-    cpu = torch.device("cpu")
-    made = _Gloo(GroupSpec(rank, 2, f"file://{meet}"), cpu, "gloo")
-    x = torch.arange(6.0).view(2, 3) + 10 * rank
-    assert torch.equal(made.all_reduce(x.clone()), 2 * torch.arange(6.0).view(2, 3) + 10)
-    both = torch.cat([torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10], -1)
-    assert torch.equal(made.all_gather(x), both)
-    assert torch.equal(made.broadcast(x.clone(), 1), torch.arange(6.0).view(2, 3) + 10)
-    made.close()
-    made.close()
-
-
-class _Gloo(collectives.TorchCollectives):
-    """gloo takes no device of its own."""
-
-    def __init__(self, group: GroupSpec, device: torch.device, backend: str) -> None:
-        start = collectives.dist.init_process_group
-        collectives.dist.init_process_group = lambda *a, **k: start(*a, **{**k, "device_id": None})  # type: ignore[assignment]
-        super().__init__(group, device, backend)
+    made = collectives.NcclCollectives(GroupSpec(1, 2, "file:///none"), runtime)
+    assert said == [{"backend": "nccl", "device_id": runtime.device}, "met"]
+    assert made.capture_safe and (made.rank, made.world) == (1, 2)
 
 
 def test_cuda_is_opened_the_same_way(module):

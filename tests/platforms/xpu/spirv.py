@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.triton.compile_all import compile_variant, variants
+from headrace.platforms.triton.targets import Described
 from headrace.platforms.xpu import tuning
 from headrace.platforms.xpu.platform import XpuPlatform
 
@@ -36,18 +36,6 @@ LARGE_REGISTER_FILE = "-cl-intel-256-GRF-per-thread"
 # has half the file; products on the ordinary units hold rows of both operands.
 MOST_SPILLED, MOST_SPILLED_WIDE, MOST_SPILLED_PLAIN = 96, 640, 2500
 MATRIX = "matrix_mad"  # in the name of the built-in function that becomes an instruction of the matrix units
-
-
-class Described:
-    """As much of a runtime as the makers of launch options look at."""
-
-    def __init__(self, info: DeviceInfo) -> None:
-        self.info = info
-
-    def kernel_options(
-        self, kernel: str, query: Any, options: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        return tuning.kernel_options(self.info.features, kernel, query, options)
 
 
 class Target:
@@ -122,7 +110,7 @@ def spilled(spirv: bytes, arch: str) -> int:
 def main(arch: str, part: str = "") -> int:
     info = XpuPlatform.describe(arch)
     target: Any = Target(info)
-    runtime: Any = Described(info)
+    runtime: Any = Described(info, tuning.kernel_options)
     count = bad = 0
     for variant in variants(runtime):
         if part not in variant.name or (variant.name == "sample" and "fp64" not in info.features):

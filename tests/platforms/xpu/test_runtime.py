@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.platforms.batch import HostArgs
-from headrace.platforms.collectives import GroupSpec, SoloCollectives
+from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.graph import GraphKey
 from headrace.platforms.queries import AttentionQuery, NormQuery
 from headrace.platforms.xpu import hardware, tuning
@@ -134,19 +134,16 @@ def test_without_graphs_the_engine_makes_none(fake, monkeypatch):
 
 def test_collectives(fake, monkeypatch):
     runtime = opened()
-    assert isinstance(runtime.collectives(GroupSpec(0, 1, "")), SoloCollectives)
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False)
-    with pytest.raises(RuntimeError, match="built without xccl"):
-        runtime.collectives(GroupSpec(0, 2, "file:///nowhere"))
-    begun = {}
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
-    monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda *a, **k: begun.update(k, backend=a[0])
-    )
     from headrace.platforms.xpu.collectives import XcclCollectives
 
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False)
+    with pytest.raises(ImportError, match="built without xccl"):
+        XcclCollectives(GroupSpec(0, 2, "file:///nowhere"), runtime)
+    begun = {}
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **k: begun.update(k))
     monkeypatch.setattr(XcclCollectives, "barrier", silent)
-    made = runtime.collectives(GroupSpec(1, 2, "file:///somewhere"))
+    made = XcclCollectives(GroupSpec(1, 2, "file:///somewhere"), runtime)
     assert begun["backend"] == "xccl" and begun["device_id"] == torch.device("xpu", 0)
     assert (made.rank, made.world, made.capture_safe) == (1, 2, False)
 

@@ -98,6 +98,15 @@ class ExamplePlatform(Platform):
                 op, "example", f"{ops}:{target}", rank=10, supports=supports, source=self.name
             )
 
+        # Every start of a group of ranks tests it before the first sum; gloo through the host is what is left else.
+        yield Implementation(
+            "collectives",
+            "example",
+            "headrace_example.runtime:ExampleCollectives",
+            rank=10,
+            source=self.name,
+        )
+
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace_example.runtime import ExampleRuntime
 

@@ -10,12 +10,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from headrace.platforms.allocator import DeviceAllocator
-from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import EagerGraphs, GraphBackend
+from headrace.platforms.torch_device.collectives import TorchCollectives
+
+
+class ExampleCollectives(TorchCollectives):
+    """Ranks that talk through torch.distributed. A vendor's library has a backend name of its own there."""
+
+    backend = "gloo"
+    capture_safe = False  # True where your library's calls may be part of a graph
 
 
 class ExampleEvent(Event):
@@ -48,44 +54,6 @@ class ExampleAllocator(DeviceAllocator):
 
     def stats(self) -> dict[str, int]:
         return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
-
-
-class ExampleCollectives(Collectives):
-    """Ranks that talk through torch.distributed. A vendor's library has a backend name of its own there."""
-
-    BACKEND = "gloo"
-
-    def __init__(self, group: GroupSpec) -> None:
-        self.rank, self.world = group.rank, group.world
-        dist.init_process_group(
-            self.BACKEND,
-            init_method=group.init_method,
-            rank=group.rank,
-            world_size=group.world,
-        )
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x)
-        return x
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.world)]
-        dist.all_gather(parts, x)
-        return torch.cat(parts, dim)
-
-    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        x = x.contiguous()
-        dist.broadcast(x, src)
-        return x
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class ExampleRuntime(DeviceRuntime):
@@ -121,9 +89,6 @@ class ExampleRuntime(DeviceRuntime):
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
-
-    def collectives(self, group: GroupSpec) -> Collectives:
-        return SoloCollectives() if group.world == 1 else ExampleCollectives(group)
 
     def graphs(self) -> GraphBackend:
         return EagerGraphs()  # no graphs: decode steps are run as they are written

@@ -120,6 +120,14 @@ class FakePlatform(Platform):
             "sample", "wrong", f"{ops}:wrong_sample", rank=60, supports=_wrong, source="fake"
         )
 
+        yield Implementation(
+            "collectives",
+            "fake",
+            "headrace_fake.runtime:FakeCollectives",
+            rank=10,
+            source="fake",
+        )
+
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace_fake.runtime import FakeRuntime
 

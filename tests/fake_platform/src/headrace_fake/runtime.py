@@ -10,9 +10,18 @@ import torch
 
 from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.batch import HostArgs
-from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
+from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import Graph, GraphBackend, GraphKey, GraphTraits
+from headrace.platforms.reference.collectives import HostCollectives
+
+
+class FakeCollectives(HostCollectives):
+    """The host's, through which the runtime learns which rank it is."""
+
+    def __init__(self, group: GroupSpec, runtime: FakeRuntime) -> None:
+        super().__init__(group, runtime)
+        runtime.rank, runtime.world = group.rank, group.world
 
 
 class _Event(Event):
@@ -114,14 +123,6 @@ class FakeRuntime(DeviceRuntime):
 
     def seed(self, value: int) -> None:
         return None
-
-    def collectives(self, group: GroupSpec) -> Collectives:
-        self.rank, self.world = group.rank, group.world
-        if group.world == 1:
-            return SoloCollectives()
-        from headrace.platforms.cpu.collectives import GlooCollectives
-
-        return GlooCollectives(group)
 
     def graphs(self) -> GraphBackend:
         return FakeGraphs()

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_flatten
 
 from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.batch import HostArgs
-from headrace.platforms.collectives import Collectives, GroupSpec, SoloCollectives
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import Graph, GraphBackend, GraphKey, GraphTraits
 from headrace_simulated import guard
@@ -20,7 +19,6 @@ from headrace_simulated.tensors import (
     PENDING,
     Recorded,
     SimError,
-    SimTensor,
     poison,
     recording,
 )
@@ -127,37 +125,6 @@ class SimGraphs(GraphBackend):
         return graph
 
 
-class SimCollectives(Collectives):
-    """Gloo over what the tensors hold."""
-
-    def __init__(self, group: GroupSpec) -> None:
-        from headrace.platforms.cpu.collectives import GlooCollectives
-
-        self.rank, self.world = group.rank, group.world
-        self._gloo = GlooCollectives(group)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return SimTensor(self._gloo.all_reduce(_held(x)))
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return SimTensor(self._gloo.all_gather(_held(x), dim))
-
-    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        return SimTensor(self._gloo.broadcast(_held(x), src))
-
-    def barrier(self) -> None:
-        self._gloo.barrier()
-
-    def close(self) -> None:
-        self._gloo.close()
-
-
-def _held(x: torch.Tensor) -> torch.Tensor:
-    if not isinstance(x, SimTensor):
-        raise SimError("a collective got a tensor of the host")
-    return x.held.clone()
-
-
 class SimRuntime(DeviceRuntime):
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -197,9 +164,6 @@ class SimRuntime(DeviceRuntime):
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
-
-    def collectives(self, group: GroupSpec) -> Collectives:
-        return SoloCollectives() if group.world == 1 else SimCollectives(group)
 
     def graphs(self) -> SimGraphs:
         return self._graphs
