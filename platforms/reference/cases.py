@@ -164,7 +164,7 @@ def fused_experts(query: ExpertsQuery, device: torch.device, seed: int) -> list[
             device,
             seed,
         )
-        for n in (0, 1, 5, 64)
+        for n in (0, 1, 2, 5, 64)
         for spread in ("all", "few", "one")
     ]
 

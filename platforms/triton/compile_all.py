@@ -159,16 +159,21 @@ def _rows(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
 
 
 def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
-    pointers = dict.fromkeys(("x", "w", "bias", "y"), short)
-    scalars = dict.fromkeys(("K", "stride_w"), "i32")
+    names = ("x", "w", "bias", "y", "residual", "total", "normed")
+    pointers = {**dict.fromkeys(names, short), "norm": "fp32"}
+    scalars = {**dict.fromkeys(("K", "stride_w"), "i32"), "eps": "fp32"}
     for width, out in LINEAR:
         query = LinearQuery(width, out, dtype)
-        label = f"{short} {out}x{width}"
-        options = linear.row_options(query, runtime)
-        yield Variant(f"row {label}", linear_kernels.row_kernel, pointers, scalars, options)
-        options = {**linear.gated_row_options(query, runtime), "KIND": "silu"}
-        kernel = linear_kernels.gated_row_kernel
-        yield Variant(f"gated row {label}", kernel, pointers, scalars, options)
+        for norm in (False, True):
+            label = f"{short} {out}x{width}{' normed' if norm else ''}"
+            options = linear.row_options(query, runtime) | {"NORM": norm, "KEEP": norm}
+            if options["WHOLE"] or not norm:
+                kernel = linear_kernels.row_kernel
+                yield Variant(f"row {label}", kernel, pointers, scalars, options)
+            options = linear.gated_row_options(query, runtime) | {"NORM": norm, "KIND": "silu"}
+            if options["WHOLE"] or not norm:
+                kernel = linear_kernels.gated_row_kernel
+                yield Variant(f"gated row {label}", kernel, pointers, scalars, options)
 
 
 def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
@@ -186,8 +191,7 @@ def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
             for name in ("gate_up", "down"):
                 kernel = getattr(experts_kernels, f"{name}_kernel")
                 for few in (True, False) if rows == 16 else (False,):
-                    options = experts.product_options(name, query, runtime, rows)
-                    options |= {"FEW": few, "PAIRS": 16 * top_k if few else 1}
+                    options = experts.product_options(name, query, runtime, rows, few)
                     text = f"experts {name} {label} {rows} rows{', few' if few else ''}"
                     yield Variant(text, kernel, pointers, scalars, options)
         options = experts.sum_options(query, runtime)

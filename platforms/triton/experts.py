@@ -19,8 +19,10 @@ from headrace.platforms.triton.experts_kernels import (
     sort_kernel,
     sum_kernel,
 )
-from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
+from headrace.platforms.triton.launch import Launcher, launch_options, power_of_two
 
+# Up to so many tokens hardly share an expert: each pair reads its own.
+ROW_TOKENS = 2
 # So many tokens, and pairs of a token and an expert, find their experts' tiles without sorting. An expert has at most
 # one pair of each token, so one tile of 16 rows holds all of its pairs.
 FEW_TOKENS = 16
@@ -34,6 +36,10 @@ TILE_ROWS = (16, 32, 64, 128)
 # Launch parameters by rows of a tile, until a device has its own: BLOCK_N, BLOCK_K, warps, stages.
 GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3)}
 DOWN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
+# of few tokens, whose experts are few: narrow tiles, so that there are programs for every unit
+GATE_UP_FEW, DOWN_FEW = (32, 128, 4, 3), (64, 128, 4, 3)
+# Numbers of gate's rows that a program for one pair holds, where those are a power of two wide.
+WIDE = 4096
 # float32 products on the ordinary units: all operands sit in registers
 EXACT = (32, 32, 4, 1)
 
@@ -56,36 +62,45 @@ def most_tiles(query: ExpertsQuery, pairs: int, rows: int) -> int:
 
 
 def product_options(
-    kernel: str, query: ExpertsQuery, runtime: DeviceRuntime, rows: int
+    kernel: str, query: ExpertsQuery, runtime: DeviceRuntime, rows: int, few: bool = False
 ) -> dict[str, Any]:
-    """Of "gate_up" and "down" with tiles of `rows` rows."""
-    table = GATE_UP if kernel == "gate_up" else DOWN
-    columns, depth, warps, stages = EXACT if query.dtype == "float32" else table[rows]
+    """Of "gate_up" and "down" with tiles of `rows` rows; `few`: pairs are not sorted."""
+    table, one = (GATE_UP, GATE_UP_FEW) if kernel == "gate_up" else (DOWN, DOWN_FEW)
+    chosen = one if few else table[rows]
+    columns, depth, warps, stages = EXACT if query.dtype == "float32" else chosen
     options: dict[str, Any] = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
     # float32 products are exact to float32, not rounded to what matrix units take
     options["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
     options |= {"num_warps": warps, "num_stages": stages}
-    chosen = launch_options(f"experts_{kernel}", query, runtime, options, dependent=True)
+    name = f"experts_{kernel}{'_few' if few else ''}"
+    launch = launch_options(name, query, runtime, options, dependent=True)
+    launch |= {"FEW": few, "PAIRS": power_of_two(FEW_TOKENS * query.top_k) if few else 1}
     if kernel == "gate_up":
-        chosen |= {"TOP_K": query.top_k, "KIND": query.activation}
-    return chosen | _even(query.hidden if kernel == "gate_up" else query.intermediate, chosen)
+        launch |= {"TOP_K": query.top_k, "KIND": query.activation}
+    return launch | _even(query.hidden if kernel == "gate_up" else query.intermediate, launch)
 
 
 def row_options(kernel: str, query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
-    """Of "gate_up_row" and "down_row", for one token."""
+    """Of "gate_up_row" and "down_row", for up to ROW_TOKENS tokens."""
     k = power_of_two(query.top_k)
     rows, depth, warps = (4, 512, 4) if kernel == "gate_up_row" else (2, max(64, 2048 // k), 4)
+    if power_of_two(query.hidden) == query.hidden <= WIDE and kernel == "gate_up_row":
+        rows, depth = max(1, WIDE // query.hidden), query.hidden
     if query.dtype == "float32":
         depth //= 2
     options = {"BLOCK_N": rows, "BLOCK_K": depth, "num_warps": warps, "num_stages": 1}
     chosen = launch_options(f"experts_{kernel}", query, runtime, options, dependent=True)
     if kernel == "down_row":
-        return chosen | {"TOP_K": query.top_k, "K_PAD": k} | _even(query.intermediate, chosen)
-    return chosen | {"KIND": query.activation} | _even(query.hidden, chosen)
+        return chosen | {"TOP_K": query.top_k, "K_PAD": k} | _whole(query.intermediate, chosen)
+    return chosen | {"TOP_K": query.top_k, "KIND": query.activation} | _whole(query.hidden, chosen)
 
 
 def _even(depth: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"EVEN": depth % options["BLOCK_K"] == 0}
+
+
+def _whole(depth: int, options: dict[str, Any]) -> dict[str, Any]:
+    return _even(depth, options) | {"WHOLE": options["BLOCK_K"] >= depth}
 
 
 def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict[str, Any]:
@@ -113,18 +128,12 @@ class TritonExperts(ExpertsImpl):
         self._dtype = getattr(torch, query.dtype)
         options = row_options("gate_up_row", query, runtime)
         self._gate_up_row = Launcher(gate_up_row_kernel, options)
-        self._gate_up_grid = (triton.cdiv(query.intermediate, options["BLOCK_N"]), query.top_k, 1)
+        self._gate_up_blocks = triton.cdiv(query.intermediate, options["BLOCK_N"])
         options = row_options("down_row", query, runtime)
         self._down_row = Launcher(down_row_kernel, options)
-        self._down_grid = (triton.cdiv(query.hidden, options["BLOCK_N"]), 1, 1)
-        self._products = {
-            rows: (
-                Launchers(gate_up_kernel, product_options("gate_up", query, runtime, rows)),
-                Launchers(down_kernel, product_options("down", query, runtime, rows)),
-            )
-            for rows in tile_sizes(query)
-        }
-        self._pairs = power_of_two(FEW_TOKENS * query.top_k)
+        self._down_blocks = triton.cdiv(query.hidden, options["BLOCK_N"])
+        self._products = {rows: self._made(rows, False) for rows in tile_sizes(query)}
+        self._few = self._made(16, True)
         self._warm = False
         self._count = Launcher(count_kernel, sort_options(query, runtime, False))
         sorts = {one: sort_options(query, runtime, one) for one in (True, False)}
@@ -133,6 +142,19 @@ class TritonExperts(ExpertsImpl):
         options = sum_options(query, runtime)
         self._sum = Launcher(sum_kernel, options)
         self._sum_blocks = triton.cdiv(query.hidden, options["BLOCK"])
+
+    def _made(self, rows: int, few: bool) -> tuple[Launcher, Launcher, int, int]:
+        """Both products for tiles of `rows` rows, and into how many programs they divide the features."""
+        query, runtime = self.query, self.runtime
+        gate_up = product_options("gate_up", query, runtime, rows, few)
+        down = product_options("down", query, runtime, rows, few)
+        blocks = triton.cdiv(query.intermediate, gate_up["BLOCK_N"])
+        return (
+            Launcher(gate_up_kernel, gate_up),
+            Launcher(down_kernel, down),
+            blocks,
+            triton.cdiv(query.hidden, down["BLOCK_N"]),
+        )
 
     def pack(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
         packed = w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
@@ -149,7 +171,8 @@ class TritonExperts(ExpertsImpl):
         ids = torch.arange(query.top_k, dtype=torch.int32, device=x.device).repeat(tokens, 1)
         for rows in tile_sizes(query):
             self._rows((x, weights, ids), packed, torch.empty_like(x), rows)
-        self._rows((x[:2], weights[:2], ids[:2]), packed, torch.empty_like(x[:2]))
+        few = slice(0, FEW_TOKENS)
+        self._rows((x[few], weights[few], ids[few]), packed, torch.empty_like(x[few]))
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, packed: Any
@@ -159,7 +182,7 @@ class TritonExperts(ExpertsImpl):
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if tokens == 1:
+        if 0 < tokens <= ROW_TOKENS:
             self._row(x, weights, ids, packed, out)
         elif tokens:
             self._rows((x, weights, ids), packed, out)
@@ -174,10 +197,13 @@ class TritonExperts(ExpertsImpl):
         out: torch.Tensor,
     ) -> None:
         query = self.query
-        hidden, size = query.hidden, query.intermediate
-        h = torch.empty(query.top_k, size, dtype=x.dtype, device=x.device)
-        self._gate_up_row(self._gate_up_grid, x, packed[0], h, ids, hidden, size)
-        self._down_row(self._down_grid, h, packed[1], weights, ids, out, hidden, size)
+        tokens, hidden, size = x.shape[0], query.hidden, query.intermediate
+        pairs = tokens * query.top_k
+        h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+        grid = (self._gate_up_blocks, pairs, 1)
+        self._gate_up_row(grid, x, packed[0], h, ids, x.stride(0), hidden, size)
+        grid = (self._down_blocks, tokens, 1)
+        self._down_row(grid, h, packed[1], weights, ids, out, hidden, size)
 
     def _rows(
         self, routed: tuple[torch.Tensor, ...], packed: Any, out: torch.Tensor, rows: int = 0
@@ -188,21 +214,19 @@ class TritonExperts(ExpertsImpl):
         pairs = tokens * query.top_k
         few = tokens <= FEW_TOKENS and pairs <= FEW_PAIRS
         if few:
-            rows, order, tiles, count = 16, ids, ids, pairs
+            order, tiles, count = ids, ids, pairs
+            gate_up, down, *blocks = self._few
         else:
             rows = rows or tile_rows(query, tokens)
             count = most_tiles(query, pairs, rows)
             order, tiles = self._sorted(ids, pairs, rows, count)
-        gate_up, down = self._products[rows]
-        padded = self._pairs if few else 1
+            gate_up, down, *blocks = self._products[rows]
         h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(size, gate_up.options["BLOCK_N"]), count, 1)
-        gate_up(FEW=few, PAIRS=padded)(
-            grid, x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size
-        )
+        grid = (blocks[0], count, 1)
+        gate_up(grid, x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size)
         y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(hidden, down.options["BLOCK_N"]), count, 1)
-        down(FEW=few, PAIRS=padded)(grid, h, packed[1], y, ids, order, tiles, pairs, hidden, size)
+        grid = (blocks[1], count, 1)
+        down(grid, h, packed[1], y, ids, order, tiles, pairs, hidden, size)
         self._sum((tokens, self._sum_blocks, 1), y, weights, out, hidden)
 
     def _sorted(

@@ -1,8 +1,9 @@
 """Kernels of a mixture of experts. T tokens, K experts for each: P = T * K pairs; pair p belongs to token p // K.
 
-One token: two products on the ordinary units. Up to 16 tokens: each expert's first pair computes for all pairs of
-that expert. More: pairs are sorted by expert, in tiles of BLOCK_M that no two experts share. In each case an expert's
-weights are read once for a tile. Nothing is read back by the host: grids cover the most tiles that there can be.
+One or two tokens: two products on the ordinary units for each pair. Up to 16 tokens: each expert's first pair computes
+for all pairs of that expert. More: pairs are sorted by expert, in tiles of BLOCK_M that no two experts share. In the
+last two cases an expert's weights are read once for a tile. Nothing is read back by the host: grids cover the most
+tiles that there can be.
 What changes from step to step is never a compile-time constant: a step must not wait for a compiler.
 
 h [P, INTER] and y [P, H] have a row for each pair. w13 is [E, 2 * INTER, H] (gate's rows, then up's), w2 [E, H, INTER].
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from headrace.platforms.triton.activations import activate
 from headrace.platforms.triton.launch import after_previous, let_next_start
+from headrace.platforms.triton.linear_kernels import columns
 
 
 @triton.jit
@@ -204,67 +206,96 @@ def sum_kernel(
 
 @triton.jit
 def gate_up_row_kernel(
-    x, w13, h, ids, H, INTER, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    x, w13, h, ids, stride_x, H, INTER, TOP_K: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """h [K, INTER] of one token: BLOCK_N features of gate and the same of up of one of its experts."""
-    choice = tl.program_id(1)
+    """h [P, INTER] of few tokens: BLOCK_N features of gate and the same of up for one pair.
+
+    The next kernel may start once the router's results are there, as it reads them before it waits for this one.
+    """
+    pair = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
-    let_next_start(PDL)
-    after_previous(PDL)
-    expert = tl.load(ids + choice).to(tl.int64)
     feature = tl.minimum(n, INTER - 1).to(tl.int64)
+    row = x + (pair // TOP_K).to(tl.int64) * stride_x + at
+    after_previous(PDL)
+    let_next_start(PDL)
+    expert = tl.load(ids + pair).to(tl.int64)
     gates = w13 + expert * (2 * INTER) * H + feature[:, None] * H + at[None, :]
     ups = gates + INTER.to(tl.int64) * H
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(0, H, BLOCK_K):
-        if EVEN:
-            value = tl.load(x + k + at).to(tl.float32)[None, :]
-            a = tl.load(gates + k)
-            b = tl.load(ups + k)
-        else:
-            inside = k + at < H
-            value = tl.load(x + k + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-            a = tl.load(gates + k, mask=inside[None, :], other=0.0)
-            b = tl.load(ups + k, mask=inside[None, :], other=0.0)
-        gate += a.to(tl.float32) * value
-        up += b.to(tl.float32) * value
-    result = activate(tl.sum(gate, axis=1), KIND) * tl.sum(up, axis=1)
-    tl.store(h + choice * INTER + n, result.to(h.dtype.element_ty), mask=n < INTER)
+    if WHOLE:
+        a = columns(gates, at[None, :], H, EVEN)
+        b = columns(ups, at[None, :], H, EVEN)
+        value = columns(row, at, H, EVEN).to(tl.float32)[None, :]
+        gated = tl.sum(a.to(tl.float32) * value, axis=1)
+        upper = tl.sum(b.to(tl.float32) * value, axis=1)
+    else:
+        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for k in range(0, H, BLOCK_K):
+            a = columns(gates + k, k + at[None, :], H, EVEN)
+            b = columns(ups + k, k + at[None, :], H, EVEN)
+            value = columns(row + k, k + at, H, EVEN).to(tl.float32)[None, :]
+            gate += a.to(tl.float32) * value
+            up += b.to(tl.float32) * value
+        gated = tl.sum(gate, axis=1)
+        upper = tl.sum(up, axis=1)
+    result = activate(gated, KIND) * upper
+    tl.store(h + pair * INTER + n, result.to(h.dtype.element_ty), mask=n < INTER)
+
+
+@triton.jit
+def _of_experts(place, at, live, INTER, EVEN: tl.constexpr, FULL: tl.constexpr):
+    """Numbers of several experts at `place`; 0 for those that are none, and from column INTER on."""
+    if EVEN and FULL:
+        return tl.load(place)
+    elif EVEN:
+        return tl.load(place, mask=live, other=0.0)
+    else:
+        return tl.load(place, mask=live & (at < INTER), other=0.0)
 
 
 @triton.jit
 def down_row_kernel(
     h, w2, weights, ids, out, H, INTER, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [H] of one token: BLOCK_N features over all its experts at once, so that many reads are in flight."""
+    """out [T, H] of few tokens: BLOCK_N features of one, over all its experts at once, so that many reads are in
+    flight. Whom it reads is known when gate_up_row_kernel lets it start: a first tile is on its way before it waits.
+    """
+    FULL: tl.constexpr = TOP_K == K_PAD
+    token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     choice = tl.arange(0, K_PAD)
+    real = choice < TOP_K
+    # past the unit's own cache: these were written while the unit ran other programs
+    mine = token * TOP_K + choice
+    expert = tl.load(ids + mine, mask=real, other=0, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(weights + mine, mask=real, other=0.0, cache_modifier=".cg")
+    feature = tl.minimum(n, H - 1).to(tl.int64)
+    rows = h + mine[:, None] * INTER + at[None, :]
+    tile = w2 + (expert[None, :] * H + feature[:, None])[:, :, None] * INTER + at[None, None, :]
+    column, live = at[None, None, :], real[None, :, None]
+    part = _of_experts(tile, column, live, INTER, EVEN, FULL)
     let_next_start(PDL)
     after_previous(PDL)
-    expert = tl.load(ids + choice, mask=choice < TOP_K, other=0).to(tl.int64)
-    share = tl.load(weights + choice, mask=choice < TOP_K, other=0.0)
-    feature = tl.minimum(n, H - 1).to(tl.int64)
-    rows = h + choice[:, None] * INTER + at[None, :]
-    tile = w2 + (expert[None, :] * H + feature[:, None])[:, :, None] * INTER + at[None, None, :]
-    acc = tl.zeros([BLOCK_N, K_PAD, BLOCK_K], tl.float32)
-    for i in range(0, INTER, BLOCK_K):
-        live = (choice < TOP_K)[:, None]
-        if EVEN:
-            if TOP_K == K_PAD:
-                part = tl.load(tile + i)
-                value = tl.load(rows + i)
-            else:
-                part = tl.load(tile + i, mask=live[None, :, :], other=0.0)
-                value = tl.load(rows + i, mask=live, other=0.0)
-        else:
-            live &= (i + at < INTER)[None, :]
-            part = tl.load(tile + i, mask=live[None, :, :], other=0.0)
-            value = tl.load(rows + i, mask=live, other=0.0)
-        acc += part.to(tl.float32) * (value.to(tl.float32) * share[:, None])[None, :, :]
-    result = tl.sum(tl.sum(acc, axis=2), axis=1)
-    tl.store(out + n, result.to(out.dtype.element_ty), mask=n < H)
+    if WHOLE:
+        value = _of_experts(rows, at[None, :], real[:, None], INTER, EVEN, FULL)
+        scaled = (value.to(tl.float32) * share[:, None])[None, :, :]
+        result = tl.sum(tl.sum(part.to(tl.float32) * scaled, axis=2), axis=1)
+    else:
+        acc = tl.zeros([BLOCK_N, K_PAD, BLOCK_K], tl.float32)
+        for i in range(0, INTER, BLOCK_K):
+            # beyond the last column nothing is read
+            following = tl.load(
+                tile + i + BLOCK_K, mask=live & (i + BLOCK_K + column < INTER), other=0.0
+            )
+            value = _of_experts(rows + i, i + at[None, :], real[:, None], INTER, EVEN, FULL)
+            acc += part.to(tl.float32) * (value.to(tl.float32) * share[:, None])[None, :, :]
+            part = following
+        result = tl.sum(tl.sum(acc, axis=2), axis=1)
+    place = out + token.to(tl.int64) * H + n
+    tl.store(place, result.to(out.dtype.element_ty), mask=n < H)
