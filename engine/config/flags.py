@@ -344,6 +344,15 @@ _MEMORY_FLAGS = (
         kind="switch",
         negatives=("--disable-radix-cache",),
     ),
+    Flag(
+        "--enable-sleep-mode",
+        "cache.sleep_mode",
+        MEMORY,
+        "Offer POST /sleep and /wake_up: lend the device's memory to others and take it back.",
+        parse.boolean,
+        kind="switch",
+        aliases=("--enable-memory-saver",),
+    ),
 )
 
 _SCHEDULING_FLAGS = (

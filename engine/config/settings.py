@@ -53,6 +53,7 @@ class CacheSettings(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"  # auto = the compute dtype
     num_blocks: int = 0  # exact number of blocks of the full group (tests); 0 = from memory
     prefix_caching: bool = True
+    sleep_mode: bool = False  # memory is taken so that POST /sleep can give it back
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):

@@ -7,9 +7,11 @@ import time
 from collections import deque
 from typing import Any
 
+import msgspec
 import zmq
 
 from headrace.engine.core.executor import Executor, WorkerFailed
+from headrace.engine.core.sleep import ASLEEP, ENDED, Sleep
 from headrace.engine.core.stop import StopSignal
 from headrace.engine.ipc.messages import (
     Abort,
@@ -18,6 +20,7 @@ from headrace.engine.ipc.messages import (
     Outputs,
     RequestOutput,
     Shutdown,
+    Stats,
     Submit,
     ToEngine,
 )
@@ -35,7 +38,8 @@ _PULSE_MS = 1000
 class Engine:
     """Runs until `stop` is set or a Shutdown arrives. Raises WorkerFailed when the workers are lost.
 
-    Utility calls run between steps, with none in flight: scheduling pauses until they are answered.
+    Utility calls run between steps, with none in flight: scheduling pauses until they are answered. A call to sleep
+    comes after the last request, and from the moment it arrives no other request is taken.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Engine:
         self._audience = Audience()
         self._outputs: list[RequestOutput] = []
         self._calls: deque[tuple[bytes, Call]] = deque()
+        self._bedtime: deque[tuple[bytes, Call]] = deque()  # calls to sleep that wait for requests
+        self._sleep = Sleep(executor, scheduler)
         self._next_stats = 0.0
         self._busy = False
         self._poller = zmq.Poller()
@@ -78,6 +84,8 @@ class Engine:
             self._submit(client, message)
         elif isinstance(message, Abort):
             self._outputs += self._scheduler.abort(message.request_ids)
+        elif isinstance(message, Call) and message.method == "sleep":
+            self._before_sleep(client, message)
         elif isinstance(message, Call):
             answer = self._answer_at_once(message)
             if answer is None:
@@ -92,6 +100,11 @@ class Engine:
             logger.error("a second request with the id %r was dropped", submit.request_id)
             return
         self._audience.add(submit.request_id, client)
+        if self._sleep.closed:
+            self._outputs.append(
+                RequestOutput(submit.request_id, finish_reason="abort", error=ASLEEP)
+            )
+            return
         refusal = self._scheduler.add(submit)
         if refusal is not None:
             self._outputs.append(refusal)
@@ -108,10 +121,13 @@ class Engine:
         now = time.monotonic()
         if (busy and now >= self._next_stats) or (self._busy and not busy):
             self._next_stats = now + STATS_SECONDS
-            self._server.broadcast(self._scheduler.stats())
+            self._server.broadcast(self._stats())
         if self._busy and not busy:
             self.check_integrity()
         self._busy = busy
+
+    def _stats(self) -> Stats:
+        return msgspec.structs.replace(self._scheduler.stats(), sleeping=self._sleep.closed)
 
     def check_integrity(self) -> None:
         """Called when idle begins: whatever is still held then has leaked, which is logged as an error.
@@ -146,25 +162,40 @@ class Engine:
 
     # ---- utility calls
 
+    def _before_sleep(self, client: bytes, call: Call) -> None:
+        """Take no more requests; those that run finish first with mode "wait", else they end now."""
+        self._bedtime.append((client, call))
+        self._sleep.closed = True
+        self._server.broadcast(self._stats())
+        if call.args.get("mode") != "wait":
+            for output in self._scheduler.abort_all():
+                output.error = ENDED
+                self._outputs.append(output)
+
     def _serve_calls(self) -> None:
+        if not self._scheduler.has_unfinished:
+            self._calls.extend(self._bedtime)
+            self._bedtime.clear()
         while self._calls and not self._scheduler.steps_in_flight:
+            self._send_outputs()  # who was ended for a call hears of it before whoever called
             client, call = self._calls.popleft()
             try:
-                reply = CallReply(
-                    call.call_id, self._executor.call(call.method, *call.args.values())
-                )
+                reply = CallReply(call.call_id, self._sleep.call(call))
             except WorkerFailed:
                 raise
             except (
                 Exception
             ) as error:  # a call that fails is its caller's trouble, not the engine's
                 reply = CallReply(call.call_id, error=str(error) or type(error).__name__)
+            if call.method in ("sleep", "wake"):
+                # before the answer: who has it knows the state
+                self._server.broadcast(self._stats())
             self._server.send(client, reply)
 
     def _answer_at_once(self, call: Call) -> Any:
         """What the engine knows itself; None for a call of the workers."""
         if call.method == "stats":
-            return self._scheduler.stats()
+            return self._stats()
         if call.method == "reset_prefix_cache":
             self._scheduler.kv.forget_all()
             return True

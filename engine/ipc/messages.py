@@ -27,7 +27,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """A utility call: "stats", "selection", "reset_prefix_cache", ... Answered by CallReply."""
+    """A utility call: "stats", "selection", "sleep", "wake", ... Answered by CallReply."""
 
     call_id: int
     method: str
@@ -51,7 +51,8 @@ class RequestOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: str = ""  # "" | "stop" | "length" | "abort" | "error"
     stop_token_id: int = -1  # the token that ended it; it is the last of token_ids
     cached_tokens: int = 0  # of the prompt, found in the prefix cache; set with the first output
-    error: str = ""  # a sentence for the client when finish_reason is "error"
+    # a sentence for the client when finish_reason is "error", or "abort" by an engine that sleeps
+    error: str = ""
     queued_s: float = 0.0  # submit to first schedule; set with the first output
 
 
@@ -73,6 +74,7 @@ class Stats(msgspec.Struct, tag="stats"):
     generated_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
+    sleeping: bool = False  # requests are refused until it wakes
 
 
 class EngineProgress(msgspec.Struct, tag="progress"):

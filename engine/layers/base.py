@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.engine.weights.source import ModelError
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.engine.models.base import BuildContext
     from headrace.engine.weights.source import TensorHandle
 
@@ -86,14 +88,18 @@ def shard_kv_heads(kv_heads: int, ctx: BuildContext) -> slice:
 
 
 def tensor_bytes(values: Sequence[Any]) -> int:
-    """Bytes of the distinct tensor storages inside `values` (tensors, sequences, mappings, objects with fields)."""
-    seen: dict[int, int] = {}
+    """Bytes of the distinct tensor storages inside `values`."""
+    storages = (tensor.untyped_storage() for tensor in tensors_in(values))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors inside `values` (tensors, sequences, mappings, objects with fields), in the order of a walk."""
     stack = list(values)
     while stack:
         value = stack.pop()
         if hasattr(value, "untyped_storage"):
-            storage = value.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
+            yield value
         elif isinstance(value, Mapping):
             stack.extend(value.values())
         elif isinstance(value, (list, tuple)):
@@ -102,4 +108,3 @@ def tensor_bytes(values: Sequence[Any]) -> int:
             stack.extend(vars(value).values())
         elif hasattr(value, "__slots__"):
             stack.extend(getattr(value, name, None) for name in value.__slots__)
-    return sum(seen.values())

@@ -15,6 +15,7 @@ process; gauges and cache counters come from the engine's latest Stats at the mo
 | headrace_requests_finished_total{finish_reason} | counter | stop, length, abort, error; each choice |
 | headrace_http_requests_total{method,route,status} | counter | every HTTP request |
 | headrace_requests_running, headrace_requests_waiting | gauge | sequences in the engine |
+| headrace_sleeping | gauge | 1 from POST /sleep until all is awake again |
 | headrace_kv_cache_usage_ratio | gauge | used blocks / all blocks |
 | headrace_prefix_cache_queries_total, headrace_prefix_cache_hits_total | counter | prompt tokens looked up, found |
 | headrace_preemptions_total | counter | |
@@ -141,6 +142,7 @@ class _EngineCollector(Collector):
         yield self._gauge("headrace_requests_running", "Sequences that run.", stats.running)
         yield self._gauge("headrace_requests_waiting", "Sequences that wait.", stats.waiting)
         yield self._gauge("headrace_kv_cache_usage_ratio", "KV blocks in use, 0 to 1.", used)
+        yield self._gauge("headrace_sleeping", "Whether the server sleeps.", int(stats.sleeping))
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),

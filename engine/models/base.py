@@ -64,6 +64,17 @@ class Model(ABC):
         """Read, shard, pack. Returns bytes held. Every missing, surplus or misshapen tensor is named (ModelError)."""
 
     @abstractmethod
+    def loaded(self) -> Sequence[torch.Tensor]:
+        """Every tensor that `load_weights` made, in an order that is always the same."""
+
+    @abstractmethod
+    def read_again(
+        self, source: WeightSource, progress: Callable[[float, float, str], None]
+    ) -> Sequence[torch.Tensor]:
+        """What `load_weights` would make now, in the order of `loaded`. The model keeps what it has: addresses within
+        it may be part of graphs."""
+
+    @abstractmethod
     def bind_kv(self, plan: KVPlan, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Give each layer its K and V views [P, Hkv, S, D] and its group of the plan."""
 

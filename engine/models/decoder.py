@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace.engine.layers.base import Layer, walk
+from headrace.engine.layers.base import Layer, tensors_in, walk
 from headrace.engine.layers.decoder import DecoderBlock, SandwichBlock
 from headrace.engine.layers.norm import AddRMSNorm
 from headrace.engine.layers.rotary import Rotary
@@ -55,6 +55,21 @@ class Decoder(Model):
         layers = self.layers()
         tensors = encoded(match(source, layers, self.rename), self._schemes)
         return load(layers, tensors, source.total_bytes(), progress)
+
+    def loaded(self) -> list[torch.Tensor]:
+        return list(tensors_in([layer.held() for layer in self.layers() if layer.weights()]))
+
+    def read_again(
+        self, source: WeightSource, progress: Callable[[float, float, str], None]
+    ) -> list[torch.Tensor]:
+        layers = self.layers()
+        before = [dict(vars(layer)) for layer in layers]
+        try:
+            self.load_weights(source, progress)
+            return self.loaded()
+        finally:
+            for layer, held in zip(layers, before, strict=True):
+                vars(layer).update(held)
 
     def bind_kv(self, plan: KVPlan, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         group_of = {layer: i for i, group in enumerate(plan.groups) for layer in group.layers}

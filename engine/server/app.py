@@ -10,6 +10,7 @@ from headrace.engine.server.errors import ApiError, internal
 from headrace.engine.server.gate import Gate, route_path
 from headrace.engine.server.limits import BodyLimit
 from headrace.engine.server.routes import router
+from headrace.engine.server.sleep import router as sleep_router
 from headrace.engine.server.state import ServerState, version
 
 
@@ -24,6 +25,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     app.state.headrace = state
     app.include_router(router)
+    app.include_router(sleep_router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(BodyLimit, limit=server.max_body_bytes)

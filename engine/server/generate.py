@@ -133,6 +133,8 @@ def _assemble(choice: Choice, output: RequestOutput) -> Delta:
 
 
 def _failure(output: RequestOutput) -> ApiError:
+    if output.finish_reason == "abort" and output.error:
+        return unavailable(sentence(output.error), "sleeping")
     if output.finish_reason == "abort":
         return unavailable("The server is shutting down and ended this request.", "shutting_down")
     message = output.error or "the engine failed on this request"

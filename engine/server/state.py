@@ -20,7 +20,7 @@ from headrace.engine.server.params import ModelLimits, SamplingDefaults, Seeds
 from headrace.engine.text.pool import TextPool
 from headrace.engine.text.tokenizer import Tokenizer
 
-Phase = Literal["starting", "ready", "draining", "failed"]
+Phase = Literal["starting", "ready", "sleeping", "draining", "failed"]
 
 
 @dataclass(eq=False)
@@ -54,7 +54,9 @@ class ServerState:
     def phase(self) -> Phase:
         if self.failure or self.client.state == "failed":
             return "failed"
-        return "draining" if self.draining else self.client.state
+        if self.draining:
+            return "draining"
+        return "sleeping" if self.client.stats.sleeping else self.client.state
 
     @property
     def why_failed(self) -> str:

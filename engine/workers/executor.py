@@ -31,6 +31,8 @@ STALL_S: Mapping[str, float] = {
     "warm_up": 900.0,
 }
 CALL_STALL_S = 120.0
+# Calls that move or read all weights.
+LONG_CALL_S: Mapping[str, float] = {"sleep": 900.0, "wake": 900.0}
 STEP_STALL_S = 900.0
 
 
@@ -87,6 +89,7 @@ class _LinkedExecutor:
         self._progress = progress
         self._call_all("init_kv", msgspec.to_builtins(plan))
         self._call_all("warm_up")
+        self._progress = None  # the start is over: what calls report later is for nobody
 
     def submit(self, plan: StepPlan) -> None:
         self._require_alive()
@@ -107,7 +110,7 @@ class _LinkedExecutor:
         return self._selector.fileno()  # epoll's or kqueue's own
 
     def call(self, method: str, *args: Any) -> Any:
-        """A utility of worker.Worker: selection, reset, profile. CallFailed when it cannot be done."""
+        """A utility of worker.Worker: selection, reset, profile, sleep. CallFailed when it cannot be done."""
         answer = self._call_all(method, *args)[0]
         if self._results:  # they came meanwhile: whoever waits on fileno must hear of them
             os.write(self._wake_write, b"\0")
@@ -138,7 +141,7 @@ class _LinkedExecutor:
         self._replies.clear()
         self._heard = time.monotonic()
         self._send(Call(self._calls, method, list(args)))
-        limit = STALL_S.get(method, CALL_STALL_S)
+        limit = STALL_S.get(method) or LONG_CALL_S.get(method, CALL_STALL_S)
         errors: list[tuple[int, str]] = []
         while len(self._replies) < len(self._links):
             left = self._heard + limit - time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from headrace.engine.weights.packed import identity, packed_file
 from headrace.engine.weights.source import WeightSource
 from headrace.engine.weights.sources import open_source
 from headrace.engine.workers.messages import Setup
+from headrace.engine.workers.sleep import WEIGHTS_TAG, Sleeper
 from headrace.platforms import tuned
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.device import DeviceInfo
@@ -46,7 +47,7 @@ Report = Callable[[str, float, float, str], None]
 
 
 PHASES = ("open", "load", "measure", "init_kv", "warm_up")
-UTILITIES = ("selection", "reset", "profile", "profile_step")
+UTILITIES = ("selection", "reset", "profile", "profile_step", "sleep", "wake")
 
 
 class Worker:
@@ -69,6 +70,8 @@ class Worker:
         self._device = dataclasses.replace(device, units=threads) if threads else device
         self._runtime = platform.open(self._device)
         self._opened.callback(self._runtime.close)
+        if setup.config.cache.sleep_mode:
+            self._runtime.allocator().allow_sleep()
         measured = tuned.read(env.tuned_file(device.name), device.name)
         if measured.problem:
             log.warning("%s", measured.problem)
@@ -107,15 +110,17 @@ class Worker:
             refuse_without_kernel(config.model.quantization, queries, self._device.spec)
             query = SampleQuery(spec.vocab, limits.max_num_seqs)
             sample, logprobs = (self._ops.bind(op, query) for op in ("sample", "logprobs"))
+            self._model: Model = model
             with self._kept_packed():
-                self._weight_bytes = model.load_weights(
-                    source, lambda done, total, text: self._report("load", done, total, text)
-                )
+                self._weight_bytes = model.load_weights(source, self._reading)
         finally:
             source.close()
-        self._model: Model = model
+        self._runtime.allocator().adopt(model.loaded(), WEIGHTS_TAG)
         self._runner = Runner(model, sample, logprobs, self._runtime, self._collectives, limits)
         self._opened.callback(self._runner.close)
+
+    def _reading(self, done: float, total: float, text: str) -> None:
+        self._report("load", done, total, text)
 
     def _kept_packed(self) -> AbstractContextManager[None]:
         setup, settings = self.setup, self.setup.config.model
@@ -150,6 +155,13 @@ class Worker:
         plan = msgspec.convert(plan, KVPlan)
         self._report("kv", 0, plan.total_bytes, "KV cache")
         self._runner.init_kv(plan)
+        self._sleeper = Sleeper(self._runtime, self._runner, plan, self._reload)
+
+    def _reload(self) -> None:
+        files, overrides = self.setup.files, self.setup.config.model.hf_overrides
+        with closing(open_source(files, overrides, self._runtime.device)) as source:
+            tensors = self._model.read_again(source, self._reading)
+        self._runtime.allocator().adopt(tensors, WEIGHTS_TAG)
 
     def warm_up(self) -> None:
         self._runner.warm_up(lambda done, total, text: self._report("warm-up", done, total, text))
@@ -193,6 +205,13 @@ class Worker:
     def profile_step(self, requests: int, context: int) -> dict[str, Any]:
         """Where a decode step's time goes, op by op; see runner/profile.py."""
         return profile_decode(self._runner, requests, context)
+
+    def sleep(self, level: int) -> dict[str, Any]:
+        """Give memory back; see sleep.py."""
+        return self._sleeper.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        self._sleeper.wake(tags, self.warm_up)
 
     def close(self) -> None:
         """Whichever phases were reached."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Iterator
@@ -54,8 +56,47 @@ class CpuAllocator(DeviceAllocator):
     def free(self, tag: str) -> None:
         self._held.pop(tag, None)
 
+    def stays_awake(self, tag: str) -> str:
+        if tag not in self._held:  # never reserved here: weights
+            return "they are in the host's memory, which is this device's"
+        return "" if _MADVISE else "this system does not take pages back"
+
+    def sleep(self, tag: str, keep: bool) -> int:
+        """`keep` changes nothing: memory that is wanted again stays awake here."""
+        return 0 if keep else sum(_give_back(part) for part in self._held.get(tag, []))
+
+    def wake(self, tag: str) -> None:
+        """Pages come back as zeros when they are touched."""
+
     def stats(self) -> dict[str, int]:
         return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
+
+
+def _give_back(memory: torch.Tensor) -> int:
+    """Return the whole pages within `memory` to the system; all of it is zeros then. The bytes of those pages."""
+    start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last or _MADVISE(first, last - first, mmap.MADV_DONTNEED):
+        memory.zero_()
+        return 0
+    memory[: first - start].zero_()
+    memory[last - start :].zero_()
+    return last - first
+
+
+def _madvise() -> Any:
+    """The system's call, which gives private pages back as zeros on Linux; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes, function.restype = (
+        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
+        ctypes.c_int,
+    )
+    return function
+
+
+_MADVISE = _madvise()
 
 
 class CpuRuntime(DeviceRuntime):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
+from headrace.platforms.torch_device.allocator import TorchAllocator
 from headrace.platforms.torch_device.runtime import TorchRuntime
+from headrace.platforms.torch_device.vmm import CUDA, Driver
 
 
 class CudaRuntime(TorchRuntime):
@@ -20,6 +23,9 @@ class CudaRuntime(TorchRuntime):
         # long sums stay in float32 from end to end, whatever way the library splits them
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def make_allocator(self) -> DeviceAllocator:
+        return TorchAllocator(self.device, lambda: Driver(CUDA, self.info.index))
 
     def make_graphs(self) -> GraphBackend:
         from headrace.platforms.torch_device.graphs import TorchGraphs

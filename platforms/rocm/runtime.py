@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.rocm import tuning
+from headrace.platforms.torch_device.allocator import TorchAllocator
 from headrace.platforms.torch_device.runtime import TorchRuntime
+from headrace.platforms.torch_device.vmm import HIP, Driver
 
 
 class RocmRuntime(TorchRuntime):
@@ -31,6 +34,9 @@ class RocmRuntime(TorchRuntime):
         self, kernel: str, query: Any, options: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         return tuning.kernel_options(self.info.features, kernel, query, options)
+
+    def make_allocator(self) -> DeviceAllocator:
+        return TorchAllocator(self.device, lambda: Driver(HIP, self.info.index))
 
     def make_graphs(self) -> GraphBackend:
         from headrace.platforms.torch_device.graphs import TorchGraphs

@@ -1,5 +1,5 @@
-"""A device opened in a worker through its module of PyTorch: streams, events, pinned memory, the caching allocator
-behind tags. Contracts: headrace.platforms.device and headrace.platforms.allocator."""
+"""A device opened in a worker through its module of PyTorch: streams, events, pinned memory.
+Contract: headrace.platforms.device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import GraphBackend
+from headrace.platforms.torch_device.allocator import TorchAllocator
 
 
 class TorchEvent(Event):
@@ -29,27 +30,6 @@ class TorchEvent(Event):
         return bool(self._event.query())
 
 
-class TorchAllocator(DeviceAllocator):
-    """Tags over torch's caching allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: dict[str, list[torch.Tensor]] = {}
-
-    def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        self._held.setdefault(tag, []).append(memory)
-        return memory
-
-    def free(self, tag: str) -> None:
-        if self._held.pop(tag, None):
-            # back to the device: others may be waiting for it
-            torch.get_device_module(self._device).empty_cache()
-
-    def stats(self) -> dict[str, int]:
-        return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
-
-
 class TorchRuntime(DeviceRuntime):
     """What is left to a platform: the type of its torch devices, its graphs."""
 
@@ -60,11 +40,14 @@ class TorchRuntime(DeviceRuntime):
         self.device = torch.device(self.device_type, info.index)
         self._module: Any = torch.get_device_module(self.device)
         self._module.set_device(self.device)
-        self._allocator = TorchAllocator(self.device)
+        self._allocator = self.make_allocator()
         self._graphs: GraphBackend | None = None
 
     @abstractmethod
     def make_graphs(self) -> GraphBackend: ...
+
+    def make_allocator(self) -> DeviceAllocator:
+        return TorchAllocator(self.device)
 
     def stream(self) -> Any:
         return self._module.Stream(self.device)
@@ -108,6 +91,8 @@ class TorchRuntime(DeviceRuntime):
 
     def close(self) -> None:
         self._graphs = None
-        self._allocator = TorchAllocator(self.device)
+        for tag in self._allocator.stats():
+            self._allocator.free(tag)
+        self._allocator = self.make_allocator()
         self._module.synchronize(self.device)
         self._module.empty_cache()

@@ -1,0 +1,136 @@
+"""Sleep on the device: memory really comes back, addresses in captured graphs stay, answers are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.platforms.cuda.platform import CudaPlatform
+from headrace.platforms.graph import GraphSupport
+from headrace.platforms.torch_device.allocator import TorchAllocator
+from headrace.platforms.torch_device.vmm import CUDA, Driver
+from tests.engine.driver import greedy
+from tests.platforms.cuda.test_engine import CudaEngine
+
+pytestmark = pytest.mark.device
+
+MIB = 1 << 20
+
+# About 0.9 GB in bfloat16: what sleep gives back cannot be mistaken for anything else.
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+PROMPTS = [[7 * i % 31999 + 1 for i in range(length)] for length in (5, 64, 190)]
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.fixture
+def allocator(runtime):
+    made = TorchAllocator(runtime.device, lambda: Driver(CUDA, runtime.info.index))
+    made.allow_sleep()
+    assert made.stays_awake("kv") == ""
+    yield made
+    torch.cuda.synchronize()
+    for tag in ("kv", "weights"):
+        made.free(tag)
+
+
+def test_memory_comes_back_and_a_graph_finds_it_again(runtime, allocator):
+    before = free()
+    cache = allocator.reserve(700 * MIB, "kv")
+    assert before - free() >= 700 * MIB and not cache.any()
+    weight = torch.randn(300 * MIB // 4, device=runtime.device)
+    part = weight[5:77]
+    kept = weight.cpu()
+    allocator.adopt([weight, part], "weights")
+    assert part.data_ptr() == weight.data_ptr() + 20 and torch.equal(weight.cpu(), kept)
+    target = cache.view(torch.float32)[: weight.numel()]
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(72, device=runtime.device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+        target.copy_(weight).mul_(2)
+        out.copy_(part).add_(target[5:77])
+    awake = free()
+    given = allocator.sleep("kv", keep=False) + allocator.sleep("weights", keep=True)
+    assert given >= 1000 * MIB and free() - awake >= given - 8 * MIB
+    allocator.wake("weights")
+    allocator.wake("kv")
+    assert abs(free() - awake) <= 8 * MIB
+    assert not cache.any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), 3 * kept[5:77]) and torch.equal(target.cpu(), 2 * kept)
+
+
+def test_too_little_memory_leaves_the_tag_asleep(runtime, allocator):
+    cache = allocator.reserve(512 * MIB, "kv")
+    cache.fill_(3)
+    allocator.sleep("kv", keep=False)
+    hog = torch.empty(free() - 256 * MIB, dtype=torch.uint8, device=runtime.device)
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.wake("kv")
+    del hog
+    torch.cuda.empty_cache()
+    allocator.wake("kv")
+    assert not cache.any()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    reason = CudaPlatform.plausible()
+    if reason:
+        pytest.skip(reason)
+    made = tmp_path_factory.mktemp("dummy")
+    (made / "config.json").write_text(json.dumps(SIZES))
+    return made
+
+
+def answers(engine: CudaEngine) -> list[list[int]]:
+    found = [answer.tokens for answer in engine.run(PROMPTS, greedy(24))]
+    engine.scheduler.kv.forget_all()
+    return found
+
+
+@pytest.mark.parametrize("worker", ["inproc", "process"])
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("level", [1, 2])
+def test_answers_are_the_same_after_sleep(folder, monkeypatch, level, graphs, worker):
+    if not graphs:
+        from headrace.platforms.triton.attention import TritonAttention
+
+        if worker == "process":
+            pytest.skip("a process of its own is not patched")
+        monkeypatch.setattr(TritonAttention, "graph", GraphSupport.NEVER)
+    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "sleep_mode": True}
+    with CudaEngine(folder, worker=worker, **settings) as engine:
+        answers(engine)  # graphs of these sizes are captured by now
+        before, awake = answers(engine), free()
+        for _ in range(2):
+            answer = engine.executor.call("sleep", level)
+            given = sum(answer["freed"].values())
+            assert not answer["notes"]
+            assert given >= engine.info.weight_bytes * 0.98 + engine.plan.total_bytes
+            assert free() - awake >= given * 0.97
+            engine.executor.call("wake", ["weights"])
+            engine.executor.call("wake", ["kv"])
+            assert answers(engine) == before
+        assert abs(free() - awake) <= 256 * MIB
