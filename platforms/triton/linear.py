@@ -1,4 +1,5 @@
-"""Linear layers: own kernels for steps of one token, the vendor's library for all others.
+"""Linear layers: own kernels for steps of one token, and of few where they were measured to be faster than the vendor's
+library, which does all others.
 
 Contract: headrace.platforms.linear. Weights stay as they came, [out, in], so that a tied table serves as both.
 """
@@ -14,13 +15,15 @@ import triton
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.linear import LinearImpl, Norm
 from headrace.platforms.queries import LinearQuery
-from headrace.platforms.triton.launch import Launchers, launch_options, power_of_two
-from headrace.platforms.triton.linear_kernels import gated_row_kernel, row_kernel
+from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
+from headrace.platforms.triton.linear_kernels import few_rows_kernel, gated_row_kernel, row_kernel
 
 # Up to so many rows of weights a program has few rows of its own, so that there are programs for every unit.
 SHORT = 4096
 # Columns up to which a program holds whole rows.
 WIDE = 4096
+# Rows of x that the products of few rows are compiled for.
+FEW_ROWS = (16, 32, 64, 128)
 
 
 def row_options(query: LinearQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -54,6 +57,25 @@ def _chosen(
     return {**chosen, "BIAS": query.bias, "WHOLE": whole, "EVEN": even}
 
 
+def few_options(query: LinearQuery, runtime: DeviceRuntime, rows: int) -> dict[str, Any]:
+    """Of the product of up to `rows` rows. BLOCK_N is 0 where the library does it: that is where nothing else was
+    measured, so it is for platforms (`DeviceRuntime.kernel_options`) to change."""
+    options = {"BLOCK_M": rows, "BLOCK_N": 0, "BLOCK_K": 64, "SPLITS": 1}
+    options |= {"num_warps": 4, "num_stages": 4}
+    chosen = launch_options("few_rows", query, runtime, options, dependent=True)
+    even = not query.in_features % chosen["BLOCK_K"]
+    tiles = -(-query.in_features // chosen["BLOCK_K"])
+    chosen["SPLITS"] = -(-tiles // -(-tiles // chosen["SPLITS"]))  # none is empty
+    precision = "ieee" if query.dtype == "float32" else "tf32"
+    return {
+        **chosen,
+        "N": query.out_features,
+        "BIAS": query.bias,
+        "EVEN": even,
+        "PRECISION": precision,
+    }
+
+
 class TritonLinear(LinearImpl):
     gated_rows = 1
 
@@ -70,6 +92,9 @@ class TritonLinear(LinearImpl):
         self._gated_grid = (triton.cdiv(query.out_features // 2, gated["BLOCK_N"]), 1, 1)
         # a norm needs the whole row
         self.normed_rows = int(options["WHOLE"] and gated["WHOLE"])
+        few = {rows: few_options(query, runtime, rows) for rows in FEW_ROWS}
+        self._few = {rows: _Few(query, runtime, one) for rows, one in few.items() if one["BLOCK_N"]}
+        self._most_rows = max(self._few, default=1)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         bias = None if bias is None else bias.to(self._dtype)
@@ -80,6 +105,10 @@ class TritonLinear(LinearImpl):
     ) -> torch.Tensor:
         weight, bias = packed
         if x.shape[0] != 1:
+            if 0 < x.shape[0] <= self._most_rows:
+                few = self._few.get(max(FEW_ROWS[0], power_of_two(x.shape[0])))
+                if few is not None:
+                    return few(x, weight, bias, out)
             return self._library(x, weight, bias, out)
         if out is None:
             out = torch.empty(1, weight.shape[0], dtype=self._out_dtype, device=x.device)
@@ -143,3 +172,34 @@ class TritonLinear(LinearImpl):
         else:
             y = F.linear(x, weight, bias).to(self._out_dtype)
         return y if out is None else out.copy_(y)
+
+
+class _Few:
+    """The product of few rows as it is launched with `options`."""
+
+    def __init__(self, query: LinearQuery, runtime: DeviceRuntime, options: dict[str, Any]) -> None:
+        self._launch = Launcher(few_rows_kernel, {**options, "KIND": ""})
+        self._out_dtype = getattr(torch, query.out_dtype or query.dtype)
+        self._grid = (triton.cdiv(query.out_features, options["BLOCK_N"]), options["SPLITS"], 1)
+        self._parts = (options["SPLITS"], options["BLOCK_M"], query.out_features)
+        # Programs that ended, for each block of columns; 0 between launches. One stream at a time runs this instance.
+        self._done = torch.zeros(self._grid[0], dtype=torch.int32, device=runtime.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], weight.shape[0], dtype=self._out_dtype, device=x.device)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        partial = out  # not used with one split
+        if self._grid[1] > 1:
+            partial = torch.empty(self._parts, dtype=torch.float32, device=x.device)
+        tensors = (x, weight, weight if bias is None else bias, out, partial, self._done)
+        strides = (x.stride(0), out.stride(0), weight.shape[1], weight.stride(0))
+        self._launch(self._grid, *tensors, x.shape[0], *strides)
+        return out

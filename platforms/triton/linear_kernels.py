@@ -120,3 +120,76 @@ def gated_row_kernel(
         upper += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
     result = activate(gated, KIND) * upper
     tl.store(y + n, result.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def finish(acc, up, bias, y, m, n, M, stride_y, N: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Rows below M and columns below N of y: the sums with their bias, or act(acc) * up of both."""
+    inside = n < N
+    if BIAS:
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if KIND != "":
+        if BIAS:
+            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc = activate(acc, KIND) * up
+    place = y + m.to(tl.int64)[:, None] * stride_y + n[None, :]
+    tl.store(place, acc.to(y.dtype.element_ty), mask=(m < M)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(
+    x, w, bias, y, partial, done, M, stride_x, stride_y, K, stride_w,
+    N: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] = x [M, K] w^T (+ bias) for M <= BLOCK_M rows, or, with a KIND of activation, gate and up as
+    gated_row_kernel has them (one split).
+
+    A program sums one of SPLITS parts of K. The one that ends last for its columns, by their count in `done`, adds the
+    parts in partial [SPLITS, BLOCK_M, N] in order and leaves the count at 0. The first tile of weights is on its way
+    before the kernel before has ended.
+    """
+    GATED: tl.constexpr = KIND != ""
+    split = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    tiles = tl.cdiv(K, BLOCK_K)
+    share = tl.cdiv(tiles, SPLITS)
+    start = split * share * BLOCK_K
+    stop = tl.minimum(start + share * BLOCK_K, K)
+    weights = w + tl.minimum(n, N - 1).to(tl.int64)[None, :] * stride_w + k[:, None]
+    ups = weights + N * stride_w.to(tl.int64)
+    b = columns(weights + start, start + k[:, None], K, EVEN)
+    c = columns(ups + start, start + k[:, None], K, EVEN) if GATED else b
+    let_next_start(PDL)
+    after_previous(PDL)
+    live = (m < M)[:, None]
+    rows = x + m.to(tl.int64)[:, None] * stride_x + k[None, :]
+    a = tl.load(rows + start, mask=live & (start + k < K)[None, :], other=0.0)
+    acc = tl.dot(a, b, input_precision=PRECISION)
+    up = tl.dot(a, c, input_precision=PRECISION) if GATED else acc
+    for at in range(start + BLOCK_K, stop, BLOCK_K):
+        mask = live if EVEN else live & (at + k < K)[None, :]
+        a = tl.load(rows + at, mask=mask, other=0.0)
+        b = columns(weights + at, at + k[:, None], K, EVEN)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if GATED:
+            c = columns(ups + at, at + k[:, None], K, EVEN)
+            up = tl.dot(a, c, up, input_precision=PRECISION)
+    if SPLITS == 1:
+        finish(acc, up, bias, y, m, n, M, stride_y, N, BIAS, KIND)
+    else:
+        parts = partial + m[:, None] * N + n[None, :]
+        inside = (n < N)[None, :]
+        tl.store(parts + split * BLOCK_M * N, acc, mask=inside)
+        count = done + tl.program_id(0)
+        tl.debug_barrier()  # what all threads of the program stored comes before the count
+        if tl.atomic_add(count, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(count, 0)
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for part in range(SPLITS):
+                place = parts + part * BLOCK_M * N
+                total += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            finish(total, total, bias, y, m, n, M, stride_y, N, BIAS, KIND)

@@ -27,8 +27,12 @@ def main(group: str, dtype: str) -> int:
     wrong = 0
     if group == "sorted experts":  # many programs sort where otherwise one does
         experts.ONE_CHUNK = experts.CHUNK = 64
+    if group == "few rows":  # instead of the library
+        few = {"BLOCK_N": 32, "BLOCK_K": 32, "SPLITS": 2}
+        runtime.kernel_options = lambda kernel, _query, _: few if kernel == "few_rows" else {}
     groups = {
         "rows": queries.rows,
+        "few rows": queries.few_rows,
         "experts": queries.experts,
         "sorted experts": queries.sorted_experts,
         "attention": queries.attentions,

@@ -38,6 +38,14 @@ def rows(dtype: str) -> list[Named]:
     ]
 
 
+def few_rows(dtype: str) -> list[Named]:
+    """Products that are not the library's; K and N that no block divides."""
+    return [
+        ("linear", LinearQuery(100, 80, dtype, bias=True)),
+        ("linear", LinearQuery(128, 70, dtype, out_dtype="float32")),
+    ]
+
+
 def wide_rows(dtype: str) -> list[Named]:
     """Real sizes, for a device."""
     return [

@@ -32,6 +32,7 @@ def missing() -> str:
     [
         ("rows", "float32"),
         ("rows", "float16"),
+        ("few rows", "float32"),
         ("experts", "float32"),
         ("sorted experts", "float32"),
         pytest.param("experts", "float16", marks=pytest.mark.slow),
