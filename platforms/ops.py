@@ -182,7 +182,9 @@ CONTRACTS: Mapping[str, OpContract] = {
             3. The answer is the first token whose cumulative mass exceeds uniform * (mass of what is kept).
             Sums are float64 or as good, so one uniform number gives one token on every platform and in every batch.
             A row with NaN, or without any finite logit, gives some id within [0, V).
-            An attribute `fast_greedy = True`: for rows of temperature 0 alone it is faster than PyTorch's argmax.""",
+            An attribute `fast_greedy = True`: for rows of temperature 0 alone it is faster than PyTorch's argmax.
+            An attribute `guarded`: a function of the same arguments and greedy: bool, true only if every temperature is
+            0, -> ids[R] int32 that are -1 for rows with NaN or an infinite logit: no pass of its own for that.""",
             _EXACT,
             shrink={"vocab": 2048},
         ),

@@ -57,11 +57,14 @@ class Sampler:
         self.logprobs_op = logprobs
         self._sample = sample
         self._fast_greedy = getattr(sample, "fast_greedy", False)
+        self._guarded = getattr(sample, "guarded", None)
         self._transfers = transfers
 
     def sample(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
         """raw logits [R, V] float32, kept -> ids [R] int32; -1 where a row's logits are not finite."""
         logits = self._shape(raw, inputs)
+        if self._guarded and logits is raw:
+            return self._guarded(raw, *options(inputs), inputs.greedy)
         plain = inputs.greedy and not self._fast_greedy
         ids = logits.argmax(-1) if plain else self._draw(logits, inputs)
         # A sum is finite only if every term is: one pass, no [R, V] temporary.
@@ -69,10 +72,9 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
         count, vocab = logits.shape
-        arguments = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform)
         step = max(1, SLICE_ELEMENTS // vocab)
         parts = [
-            self._sample(logits[low : low + step], *(a[low : low + step] for a in arguments))
+            self._sample(logits[low : low + step], *(a[low : low + step] for a in options(inputs)))
             for low in range(0, count, step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -148,6 +150,11 @@ class Sampler:
 
     def to_host(self, k: np.ndarray, numbers: tuple[torch.Tensor, ...]) -> HostLogprobs:
         return HostLogprobs(k, *(self._transfers.fetch(tensor) for tensor in numbers))
+
+
+def options(inputs: SampleInputs) -> tuple[torch.Tensor, ...]:
+    """In the order in which the op takes them."""
+    return inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform
 
 
 def penalised(

@@ -42,7 +42,6 @@ from headrace.platforms.triton import (
     routing,
     sampling,
 )
-from headrace.platforms.triton.launch import launch_options
 from headrace.platforms.triton.targets import ARCHS, Resources, Target
 from headrace.platforms.triton.targets import target as make_target
 
@@ -83,12 +82,23 @@ def variants(runtime: Any) -> Iterator[Variant]:
         yield from _linear(dtype, short, runtime)
         yield from _experts(dtype, short, runtime)
     yield from _routing(runtime)
-    numbers = ("logits", "temperatures", "top_ps", "min_ps", "uniforms")
-    pointers = {**dict.fromkeys(numbers, "fp32"), "top_ks": "i32", "ids": "i64"}
-    query = SampleQuery(128256, 256)
-    options = launch_options("sample", query, runtime, sampling.OPTIONS)
-    scalars = {"stride": "i32", "V": "i32"}
-    yield Variant("sample", sampling.sample_kernel, pointers, scalars, options)
+    yield from _sampling(runtime)
+
+
+def _sampling(runtime: Any) -> Iterator[Variant]:
+    """Alike for all dtypes: logits are float32."""
+    names = ("logits", "temperatures", "top_ps", "min_ps", "uniforms", "totals", "edges", "values")
+    pointers = {**dict.fromkeys(names, "fp32"), "best": "i64", "masses": "i64"}
+    pointers |= dict.fromkeys(("top_ks", "finite", "counts", "tokens"), "i32")
+    scalars = dict.fromkeys(("stride", "V", "tiles"), "i32")
+    for vocab in (32000, 128256, 262144):
+        query = SampleQuery(vocab, 256)
+        for name, (kernel, _) in sampling.KERNELS.items():
+            for guard in (False, True) if name == "draw" else (True,):
+                options = {**sampling.options(name, query, runtime), "GUARD": guard}
+                kinds = {**pointers, "ids": "i32" if guard else "i64"}
+                label = f"sample {name} of {vocab}{', guarded' if guard else ''}"
+                yield Variant(label, kernel, kinds, scalars, options)
 
 
 def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:

@@ -15,10 +15,11 @@ TRITON = "triton"
 FLOATS = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*FLOATS, "fp8_e4m3")
 # Ops whose kernels are newer than the last run of the contract tests on a device.
-NEWER = frozenset({"linear", "topk_softmax", "fused_experts", "paged_attention"})
+NEWER = frozenset({"linear", "topk_softmax", "fused_experts", "paged_attention", "sample"})
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
+WIDEST_VOCAB = 500_000  # masses of so many tokens fit the integers they are summed in
 MOST_EXPERTS = 1023
 MOST_CHOSEN = 32
 
@@ -85,7 +86,9 @@ def implementations(
     """All rows, for the platform named `source`. `names`: of distributions, one of which brings Triton there."""
 
     def samples(query: Any, device: DeviceInfo) -> Verdict:
-        return known(Check(), device).verdict()
+        check = _newer("sample", known(Check(), device))
+        check.need(query.vocab <= WIDEST_VOCAB, f"{query.vocab} tokens exceed {WIDEST_VOCAB}")
+        return check.verdict()
 
     def routes(query: Any, device: DeviceInfo) -> Verdict:
         check = _newer("topk_softmax", known(Check(), device))
