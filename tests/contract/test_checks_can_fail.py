@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headrace.platforms.collectives import SoloCollectives
+from headrace.platforms.cpu.runtime import CpuAllocator
 from headrace.platforms.graph import EagerGraphs
 from headrace.platforms.reference import sampling as reference
 from headrace.platforms.reference.attention import ReferenceAttention
@@ -122,6 +123,13 @@ class Recycling:
         return {}
 
 
+class Insomniac(CpuAllocator):
+    """An allocator that only says that it gave memory back."""
+
+    def sleep(self, tag, keep):
+        return 1
+
+
 class NoReplay(EagerGraphs):
     def capture(self, key, body, host):
         body()
@@ -132,6 +140,7 @@ class NoReplay(EagerGraphs):
     ("what", "wrong", "check"),
     [
         ("allocator", Recycling(), runtime.allocator_gives_zeros_and_counts),
+        ("allocator", Insomniac(), runtime.allocator_sleeps_at_its_addresses),
         ("graphs", NoReplay(), runtime.graphs_replay_what_they_captured),
     ],
 )

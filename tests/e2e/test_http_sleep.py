@@ -161,8 +161,9 @@ def test_a_server_sleeps_and_wakes(model: Path, tmp_path: Path):
             assert server.metric("headrace_sleeping") == 0
             assert answer(server) == before
         _ends_what_runs(server)
+        server.process.terminate()  # it sleeps: that is no hurdle
+        assert server.wait_ended() == 0
         server.check_log()
-    # it was asleep when it was told to stop: that is no hurdle
 
 
 def _ends_what_runs(server: LiveServer) -> None:

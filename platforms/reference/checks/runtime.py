@@ -47,6 +47,57 @@ def allocator_gives_zeros_and_counts(runtime: DeviceRuntime, registry: Registry)
     require(allocator.stats() == before, "freed memory is still counted")
 
 
+def allocator_sleeps_at_its_addresses(runtime: DeviceRuntime, registry: Registry) -> None:
+    allocator = runtime.allocator()
+    allocator.allow_sleep()
+    before = allocator.stats()
+    cache, weights = "conformance cache", "conformance weights"
+    memory = allocator.reserve(3 * MIB + 5, cache)
+    try:
+        if reason := allocator.stays_awake(cache):
+            raise NothingToCheck(f"no tag can sleep, because {reason}")
+        address = memory.data_ptr()
+        memory.fill_(255)
+        runtime.synchronize()
+        require(allocator.sleep(cache, keep=False) > 0, "nothing was given back")
+        allocator.wake(cache)
+        require(memory.data_ptr() == address, "the memory has other addresses after sleep")
+        require(not bool(memory.cpu().any()), "memory that slept is not zero")
+        if not allocator.stays_awake(weights):
+            _weights_sleep(runtime, weights)
+    finally:
+        del memory
+        for tag in (cache, weights):
+            allocator.free(tag)
+    require(allocator.stats() == before, "freed memory is still counted")
+
+
+def _weights_sleep(runtime: DeviceRuntime, tag: str) -> None:
+    allocator = runtime.allocator()
+
+    def made(first: int) -> list[torch.Tensor]:
+        whole = torch.arange(first, first + MIB, dtype=torch.int32, device=runtime.device)
+        return [whole[8:24].view(4, 4).t(), whole]
+
+    (part, whole), (part_wanted, wanted) = made(1), made(1)
+    allocator.adopt([part, whole], tag)
+    addresses = part.data_ptr(), whole.data_ptr()
+    same(part, part_wanted, "a view of weights that moved")
+    same(whole, wanted, "weights that moved")
+    runtime.synchronize()
+    allocator.sleep(tag, keep=True)
+    allocator.wake(tag)
+    same(part, part_wanted, "a view of weights that were kept")
+    same(whole, wanted, "weights that were kept")
+    runtime.synchronize()
+    allocator.sleep(tag, keep=False)
+    read_again = made(2)
+    allocator.adopt(read_again, tag)
+    same(whole, made(2)[1], "weights that were read again")
+    found = tuple(tensor.data_ptr() for tensor in read_again)
+    require(found == addresses, "weights that were read again have other addresses")
+
+
 def memory_is_known(runtime: DeviceRuntime, registry: Registry) -> None:
     memory = runtime.memory()
     require(memory.total > 0, "the device's memory is not known")
@@ -174,6 +225,7 @@ def _needs_graphs(runtime: DeviceRuntime, registry: Registry) -> None:
 
 MEMORY: dict[str, RuntimeCheck] = {
     "the allocator gives zeros and counts": allocator_gives_zeros_and_counts,
+    "a tag sleeps at its addresses": allocator_sleeps_at_its_addresses,
     "memory is known": memory_is_known,
     "pinned memory is copied": pinned_memory_is_copied,
     "events follow their stream": events_follow_their_stream,

@@ -1,0 +1,48 @@
+"""A step for which the device has no memory is made smaller: its requests are preempted, and answered all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.engine.runner.runner import PendingStep
+from headrace.engine.workers.worker import Worker
+from tests.engine.driver import LocalEngine, greedy
+from tests.engine.tiny_models import make_tiny, prompt
+
+PROMPTS = [prompt(length) for length in (90, 3, 60, 17)]
+ROOM = 20  # tokens of a step
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("when", ["started", "waited for"])
+def test_answers_are_those_of_a_device_with_memory(tmp_path, monkeypatch, when, overlap):
+    make_tiny("llama", tmp_path)
+    settings = {"max_num_batched_tokens": 128, "overlap": overlap}
+    with LocalEngine(tmp_path, **settings) as engine:
+        wanted = [answer.tokens for answer in engine.run(PROMPTS, greedy(16))]
+    failed: list[int] = []
+    launch, result = Worker.launch, PendingStep.result
+
+    def needs_memory(plan) -> None:
+        if plan.step_id >= 0 and plan.num_tokens > ROOM:  # not the dummy steps of the start
+            failed.append(plan.num_tokens)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    def started(worker: Worker, plan):
+        needs_memory(plan)
+        return launch(worker, plan)
+
+    def waited_for(pending: PendingStep):
+        needs_memory(pending.plan)
+        return result(pending)
+
+    if when == "started":
+        monkeypatch.setattr(Worker, "launch", started)
+    else:
+        monkeypatch.setattr(PendingStep, "result", waited_for)
+    with LocalEngine(tmp_path, **settings) as engine:
+        answers = engine.run(PROMPTS, greedy(16))
+    assert max(failed) > 64 and len(failed) > 1
+    assert [answer.tokens for answer in answers] == wanted
+    assert {answer.reason for answer in answers} == {"length"}
