@@ -132,6 +132,13 @@ class Runner:
         tokens = max(self.limits.max_num_batched_tokens, most)
         self._builder = BatchBuilder(self.rows, plan.block_size, self.runtime, tokens, most)
 
+    def drop_kv(self, plan: KVPlan) -> None:
+        """Let go of the caches of this plan and of the graphs over them, until `init_kv`."""
+        self.close()
+        nothing = torch.empty(0)
+        self.model.bind_kv(plan, [(nothing, nothing)] * len(self.model.kv_specs))
+        self._builder = None
+
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enter the plan's changes, run the model, sample, start the copies to the host."""
         assert self._builder is not None, "init_kv comes first"
@@ -141,13 +148,6 @@ class Runner:
             graphs = self._graphs
             only_decodes = plan.num_decode == len(plan.rows)
             bucket = graphs.bucket(len(plan.rows)) if graphs and only_decodes else 0
-    def drop_kv(self, plan: KVPlan) -> None:
-        """Let go of the caches of this plan and of the graphs over them, until `init_kv`."""
-        self.close()
-        nothing = torch.empty(0)
-        self.model.bind_kv(plan, [(nothing, nothing)] * len(self.model.kv_specs))
-        self._builder = None
-
             if graphs and bucket:
                 inputs = self._builder.build(plan, bucket, graphs.static)
                 hidden = graphs.replay(bucket, inputs)
