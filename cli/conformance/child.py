@@ -1,13 +1,15 @@
 """The process that computes: does the tests from one on and says each result at once.
 
-`python -m headrace.cli.conformance.child FD`: the job on standard input, messages as JSON lines to the descriptor FD.
-What a library prints goes elsewhere, so that it is no message.
+`python -m headrace.cli.conformance.child FD`: the job is a line of standard input, whose end is the process's too;
+messages are JSON lines to the descriptor FD. What a library prints goes elsewhere, so that it is no message.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 
 import msgspec
@@ -25,8 +27,9 @@ from headrace.cli.conformance.messages import (
 
 
 def main(descriptor: int) -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     sys.path[:] = job.path
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
     pipe = os.fdopen(descriptor, "wb")
 
@@ -64,6 +67,13 @@ def main(descriptor: int) -> None:
     else:
         send(Over())
     bench.close()
+
+
+def end_with_parent() -> None:
+    """However it ended: what it started runs in a session of its own, which no signal of a terminal reaches."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -191,8 +191,9 @@ class Child:
         self._hangs = 0.0
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(job))
-            self._process.stdin.close()
+            # open as long as this process lives: its end is the child's
+            self._process.stdin.write(msgspec.json.encode(job) + b"\n")
+            self._process.stdin.flush()
 
     def __enter__(self) -> Child:
         return self
@@ -242,6 +243,9 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
 
 class Progress:

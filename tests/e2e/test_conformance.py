@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.platforms.ops import CONTRACTS
@@ -157,3 +159,30 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, args, said):
 
 def test_every_op_has_queries():
     assert all(queries(op) for op in CONTRACTS)
+
+
+def test_nothing_outlives_a_parent_that_was_killed(brittle, tmp_path):
+    """Not even a kernel that hangs, in a session of its own."""
+    args = (
+        "conformance",
+        "--device",
+        "brittle",
+        "--op",
+        "silu_and_mul=hangs",
+        "--time-limit",
+        "500",
+    )
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        process = subprocess.Popen([*HEADRACE, *args], cwd=tmp_path, stdout=said, stderr=said)
+    try:
+        end = time.monotonic() + 60
+        while "hangs" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

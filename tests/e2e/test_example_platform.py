@@ -38,7 +38,7 @@ def test_doctor_lists_it(example, tmp_path):
     found = headrace_json("doctor", cwd=tmp_path)
     (row,) = (row for row in found["platforms"] if row["name"] == "example")
     assert [device["spec"] for device in row["devices"]] == ["example:0"]
-    assert row["implementations"] == sorted(f"{op}=example" for op in OWN)
+    assert row["implementations"] == sorted(f"{op}=example" for op in (*OWN, "collectives"))
     assert row["known_archs"] == ["v1", "v2"]
 
 

@@ -16,5 +16,6 @@ def test_conformance(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["complete"] and found["failed"] == 0
     own = [row for row in found["implementations"] if row["implementation"] == "example"]
-    assert {row["op"] for row in own} == {"linear", "rms_norm", "fused_add_rms_norm", "model"}
+    ops = {"linear", "rms_norm", "fused_add_rms_norm", "collectives", "model"}
+    assert {row["op"] for row in own} == ops
     assert all(row["passed"] > 0 and row["verdict"] in ("yes", "") for row in own), own
