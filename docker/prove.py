@@ -1,14 +1,17 @@
 """Shows that what lies in this folder works; needs neither a Docker engine nor an accelerator.
 
     pip install -r docker/requirements.txt && python docker/prove.py lint compose kubernetes
-    apt-get install buildah debootstrap && python docker/prove.py image serve torch-stays  (as root)
+    apt-get install buildah debootstrap
+    python docker/prove.py image serve torch-stays others  (as root)
 
 `lint`: hadolint on the Dockerfiles, shellcheck on the scripts. `compose`: each profile by `docker-compose config`.
 `kubernetes`: the strict schemas of Kubernetes. `image`: the CPU image is built on a base that debootstrap makes.
 `serve`: its own command serves the demo as its own user, the official client asks it, its own health check looks at it,
 SIGTERM ends it with 0. `torch-stays`: the images for NVIDIA and AMD on a stand-in base whose virtual environment
-carries a torch of another version: the built image imports that one. Builds and runs are buildah's with chroot
-isolation; pip inside them is set up as it is here. Besides requirements.txt: openai and psutil.
+carries a torch of another version: the built image imports that one. `others`: those for NVIDIA, AMD, Intel and
+Ascend on Debian, with the CPU build of torch and without what only a vendor distributes: every step of their Dockerfiles
+is executed, and what comes out serves on the CPU, as `serve` says. Builds and runs are buildah's with chroot isolation;
+pip inside them is set up as it is here. Besides requirements.txt: openai and psutil.
 """
 
 from __future__ import annotations
@@ -231,16 +234,16 @@ def ask(url: str) -> str:
     return text
 
 
-def serve(buildah: Buildah) -> None:
+def serve(buildah: Buildah, image: str = CPU_IMAGE, *options: str) -> None:
     """What `image` built: its command as its user, asked, looked at by its health check, ended by SIGTERM."""
-    settings = buildah.settings(CPU_IMAGE)
+    settings = buildah.settings(image)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     models = buildah.work / "models"
     models.mkdir(exist_ok=True)
     shutil.chown(models, USER, USER)
-    container = buildah("from", CPU_IMAGE).strip()
-    command = [*settings["Entrypoint"], *settings["Cmd"], "--port", str(port)]
+    container = buildah("from", image).strip()
+    command = [*settings["Entrypoint"], *settings["Cmd"], "--port", str(port), *options]
     flags = [*buildah.isolated, f"--volume={models}:/models"]
     log = buildah.work / "serve.log"
     say(f"user {settings['User']}: {' '.join(command)}")
@@ -302,6 +305,23 @@ def torch_stays(buildah: Buildah) -> None:
             sys.exit(f"{name}: the base's torch did not stay")
 
 
+def others(buildah: Buildah) -> None:
+    buildah.base()
+    without: dict[str, dict[str, str]] = {
+        "cuda": {},
+        "rocm": {},
+        "xpu": {"TORCH_INDEX": "", "DRIVER": ""},
+        "npu": {"TORCH_INDEX": ""},
+    }
+    for platform, arguments in without.items():
+        name = f"localhost/headrace:{platform}-on-debian"
+        given = {"BASE": BASE, **arguments}
+        flags = [word for key, value in given.items() for word in ("--build-arg", f"{key}={value}")]
+        buildah.build(name, HERE / f"{platform}.Dockerfile", *flags)
+        serve(buildah, name, "--device", "cpu")
+        buildah("rmi", name)  # a GB or more each
+
+
 def main(words: Sequence[str] | None = None) -> None:
     light: dict[str, Callable[[], None]] = {
         "lint": lint,
@@ -312,6 +332,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "image": image,
         "serve": serve,
         "torch-stays": torch_stays,
+        "others": others,
     }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter

@@ -1,14 +1,18 @@
 # headrace on Intel GPUs.
 #   docker build -f docker/xpu.Dockerfile -t headrace:xpu .
 # BASE: a Debian or Ubuntu image whose packages have Intel's Level Zero driver. TORCH_INDEX: where torch comes from when
-# the base has none: PyTorch's index of XPU builds, which bring the oneAPI runtime along.
+# the base has none: PyTorch's index of XPU builds, which bring the oneAPI runtime along. DRIVER: Debian packages of
+# the driver; "" where the base has it.
 ARG BASE=ubuntu:26.04
 
 FROM ${BASE} AS base
-# libze*: Level Zero's loader and driver, with headers for what Triton compiles when a kernel is first used
+# Level Zero's loader and driver, with headers for what Triton compiles when a kernel is first used
+ARG DRIVER="intel-opencl-icd libze-dev libze-intel-gpu1 libze1"
+# DRIVER is words: packages
+# hadolint ignore=SC2086
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        ca-certificates g++ intel-opencl-icd libze-dev libze-intel-gpu1 libze1 python3 python3-dev \
+        ca-certificates g++ python3 python3-dev ${DRIVER} \
     && rm -rf /var/lib/apt/lists/*
 
 FROM base AS builder
