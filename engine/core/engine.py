@@ -172,6 +172,12 @@ class Engine:
                 output.error = ENDED
                 self._outputs.append(output)
 
+    def _cancel_bedtime(self) -> None:
+        for client, call in self._bedtime:
+            error = "wake_up came before the running requests had finished"
+            self._server.send(client, CallReply(call.call_id, error=error))
+        self._bedtime.clear()
+
     def _serve_calls(self) -> None:
         if not self._scheduler.has_unfinished:
             self._calls.extend(self._bedtime)
@@ -179,6 +185,8 @@ class Engine:
         while self._calls and not self._scheduler.steps_in_flight:
             self._send_outputs()  # who was ended for a call hears of it before whoever called
             client, call = self._calls.popleft()
+            if call.method == "wake":
+                self._cancel_bedtime()
             try:
                 reply = CallReply(call.call_id, self._sleep.call(call))
             except WorkerFailed:

@@ -102,6 +102,18 @@ def test_wait_lets_requests_finish_but_takes_no_more(live, workers):
     complete(live, "c")
 
 
+def test_who_wakes_it_before_it_sleeps_calls_sleep_off(live, workers):
+    live.tell(submit("a", [1], max_tokens=200))
+    live.hear(Outputs)
+    live.tell(Call(1, "sleep", {"level": 1, "mode": "wait"}), Call(2, "wake", {}))
+    answers = [live.hear(CallReply) for _ in range(2)]
+    assert [answer.call_id for answer in answers] == [1, 2]
+    assert "before the running requests had finished" in answers[0].error
+    complete(live, "b")
+    assert live.answers(1)["a"][1].finish_reason == "length"
+    assert workers.calls == [] and not sleeping(live)
+
+
 def test_the_state_is_told_before_the_answer(live, workers):
     live.tell(Call(7, "sleep", {"level": 1}))
     assert live.hear(Stats).sleeping

@@ -110,6 +110,22 @@ def answers(engine: CudaEngine) -> list[list[int]]:
     return found
 
 
+def test_ranks_sleep_together(folder):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "sleep_mode": True}
+    with CudaEngine(folder, tensor_parallel_size=2, **settings) as engine:
+        answers(engine)
+        before = answers(engine)
+        awake = [torch.cuda.mem_get_info(index)[0] for index in range(2)]
+        for level in (1, 2):
+            given = sum(engine.executor.call("sleep", level)["freed"].values())
+            for index in range(2):
+                assert torch.cuda.mem_get_info(index)[0] - awake[index] >= given * 0.97
+            engine.executor.call("wake", ["weights", "kv"])
+            assert answers(engine) == before
+
+
 def test_a_step_without_memory_is_made_smaller(folder):
     settings = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048}
     prompts = [[(5 * i + at) % 31999 + 1 for i in range(1900)] for at in range(2)]
