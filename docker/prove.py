@@ -8,8 +8,8 @@
 `kubernetes`: the strict schemas of Kubernetes. `image`: the CPU image is built on a base that debootstrap makes.
 `serve`: its own command serves the demo as its own user, the official client asks it, its own health check looks at it,
 SIGTERM ends it with 0. `torch-stays`: the images for NVIDIA and AMD on a stand-in base whose virtual environment
-carries a torch of another version: the built image imports that one. `others`: those for NVIDIA, AMD, Intel and
-Ascend on Debian, with the CPU build of torch and without what only a vendor distributes: every step of their Dockerfiles
+carries a torch of another version: the built image imports that one. `others`: those for NVIDIA, AMD, Intel, Ascend
+on Debian, with the CPU build of torch and without what only a vendor distributes: every step of their Dockerfiles
 is executed, and what comes out serves on the CPU, as `serve` says. Builds and runs are buildah's with chroot isolation;
 pip inside them is set up as it is here. Besides requirements.txt: openai and psutil.
 """
