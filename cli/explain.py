@@ -39,7 +39,7 @@ STATUS_STYLE = {"yes": "green", "unverified": "yellow", "no": "red"}
 
 def run(model: str, given: Sequence[Given], config: str, as_json: bool) -> None:
     settings = configure(model, given, config)
-    plan = prepare(settings, find_device(settings, described=True))
+    plan = prepare(settings, find_device(settings, described=True), weightless=True)
     decisions = decide(plan)
     facts = _facts(plan)
     if as_json:

@@ -80,7 +80,9 @@ def facts(
         *(("", note) for note in shortened),
         ("KV cache", _kv(plan, info)),
         *(("", note) for note in info.notes if note not in shortened),
+        *_memory(info),
         ("kernels", kernels(info.selection)),
+        *_graphs(info, plan),
         ("ready in", _times(info.phases, settled, process_seconds())),
         ("URL", url if url.startswith("unix:") else f"{url}/v1"),
         ("try", curl(url, name, chats, bool(plan.config.server.api_keys))),
@@ -100,6 +102,28 @@ def _kv(plan: Plan, info: EngineReady) -> str:
         f"{format_bytes(info.kv_bytes)} for {format_count(info.kv_tokens)} tokens; "
         f"{kv_arithmetic(plan.spec, info.kv_dtype, info.world)}"
     )
+
+
+def _memory(info: EngineReady) -> list[tuple[str, str]]:
+    """What was free on each device, and what became of it."""
+    if not info.free_bytes:
+        return []
+    parts = {
+        "weights": info.weight_bytes,
+        "for a step": info.step_bytes,
+        "KV cache": info.kv_bytes,
+        "left": info.free_bytes - info.weight_bytes - info.step_bytes - info.kv_bytes,
+    }
+    total = f"{format_bytes(info.free_bytes)} free at start{' on each' if info.world > 1 else ''}"
+    terms = (f"{format_bytes(max(size, 0))} {name}" for name, size in parts.items())
+    return [("memory", f"{total} = {' + '.join(terms)}")]
+
+
+def _graphs(info: EngineReady, plan: Plan) -> list[tuple[str, str]]:
+    if plan.config.graphs.eager:
+        return [("graphs", "none (--enforce-eager)")]
+    sizes = f"0 of {info.graphs} captured; the rest follow while the server is idle or when needed"
+    return [("graphs", sizes)] if info.graphs else []
 
 
 def kernels(selection: Iterable[Mapping[str, Any]]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headrace.cli.errors import CliError
 from headrace.engine.config.resolve import (
     ConfigError,
@@ -22,6 +24,7 @@ from headrace.engine.weights.experts import pieces
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_names import ROPE_TENSORS, hf_name
 from headrace.engine.weights.layout import tensor_shapes
+from headrace.engine.weights.local import NoWeights
 from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
@@ -72,15 +75,27 @@ class Plan:
 
 
 def prepare(
-    config: EngineConfig, found: ResolvedPlatform, progress: Progress | None = None
+    config: EngineConfig,
+    found: ResolvedPlatform,
+    progress: Progress | None = None,
+    weightless: bool = False,
 ) -> Plan:
     """Everything up to the first weight, on the device that was found.
 
-    `progress(done, total, text)` is called while a model is downloaded. Raises CliError.
+    `progress(done, total, text)` is called while a model is downloaded. `weightless`: a folder with a config.json alone
+    will do. Raises CliError.
     """
     platform, device = found.platform, found.device
+    notes: tuple[str, ...] = ()
     try:
-        files = resolve_model(config.model, progress)
+        try:
+            files = resolve_model(config.model, progress)
+        except NoWeights as error:
+            if not weightless:
+                raise
+            dummy = msgspec.structs.replace(config.model, load_format="dummy")
+            files = resolve_model(dummy, progress)
+            notes = (f"{str(error).partition(';')[0]}: this is what its config.json alone says",)
         spec = read_spec(files, config.model.hf_overrides)
         dtype = Default(device.dtypes[0], f"what {device.name} prefers")
         proposals = {"model.dtype": dtype, **platform.defaults(model_shape(spec), device)}
@@ -99,7 +114,7 @@ def prepare(
     if errors:
         raise CliError(errors[0], details="\n".join(errors[1:]))
     warnings = tuple(problem.text for problem in problems if problem.level == "warning")
-    return Plan(config, files, spec, found, warnings)
+    return Plan(config, files, spec, found, (*notes, *warnings))
 
 
 def assumed_version(distribution: str) -> str:
@@ -143,7 +158,7 @@ def decide(plan: Plan) -> list[Decision]:
         )
         seats = plan.config.scheduler.max_num_seqs
         query = SampleQuery(plan.spec.vocab, seats)
-        queries += [("sample", query), ("logprobs", query)]
+        queries += [(op, query) for op in ("sample", "logprobs", "penalties")]
         if world > 1:
             queries.append((COLLECTIVES, GroupQuery(world)))
         return [choose(op, query) for op, query in queries]

@@ -103,6 +103,12 @@ def names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(result))
 
 
+def counts(value: Any) -> tuple[int, ...]:
+    """(1, 2, 8) from "1,2,8", [1, 2, 8] or "[1, 2, 8]": whole numbers from 1 on, in order, each once."""
+    one = integer(1)
+    return tuple(sorted({one(part) for part in names(value)}))
+
+
 def pairs(value: Any) -> dict[str, str]:
     """{"op": "name"} from "op=name", ["op=name", ...] or a mapping."""
     if isinstance(value, Mapping):

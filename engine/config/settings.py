@@ -87,6 +87,14 @@ class ServerSettings(msgspec.Struct, frozen=True):
     trust_request_chat_template: bool = False  # a request may bring its own (sandboxed) template
 
 
+class GraphSettings(msgspec.Struct, frozen=True):
+    """Decode steps that are captured once and replayed without Python between their kernels."""
+
+    eager: bool = False  # none
+    sizes: tuple[int, ...] = ()  # requests of the steps that are captured; () = by max_num_seqs
+    largest: int = 0  # none of more requests; 0 = no limit
+
+
 PLATFORM = "platform "  # what the `source` of a platform's proposals begins with
 
 
@@ -105,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     server: ServerSettings = ServerSettings()
+    graphs: GraphSettings = GraphSettings()
     provenance: tuple[Provenance, ...] = ()
 
     def source_of(self, path: str) -> Provenance | None:

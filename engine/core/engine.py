@@ -43,8 +43,14 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, server: EngineServer, stop: StopSignal
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        server: EngineServer,
+        stop: StopSignal,
+        graphs: int = 0,
     ) -> None:
+        """`graphs`: how many are to be captured, one at a time when there is nothing else to do."""
         self._scheduler = scheduler
         self._executor = executor
         self._server = server
@@ -56,6 +62,8 @@ class Engine:
         self._sleep = Sleep(executor, scheduler)
         self._next_stats = 0.0
         self._busy = False
+        self._graphs, self._graphs_planned = 0, graphs
+        self._capturing = graphs > 0
         self._poller = zmq.Poller()
         self._poller.register(server.socket, zmq.POLLIN)
         self._poller.register(executor.fileno(), zmq.POLLIN)
@@ -68,10 +76,33 @@ class Engine:
             self._submit_steps()
             self._send_outputs()
             self._send_stats()
-            self._poller.poll(_PULSE_MS if self._scheduler.steps_in_flight else None)
+            if not self._poller.poll(self._patience()):
+                self._capture_graph()
             self._collect()
         self._outputs += self._scheduler.abort_all()
         self._send_outputs()
+
+    def _patience(self) -> int | None:
+        """Milliseconds to wait for news."""
+        if self._scheduler.steps_in_flight:
+            return _PULSE_MS
+        return 0 if self._capturing and not self._sleep.closed else None
+
+    def _capture_graph(self) -> None:
+        """Between requests: one that comes meanwhile waits for one capture."""
+        if not self._capturing or self._scheduler.has_unfinished or self._calls:
+            return
+        try:
+            answer = self._executor.call("capture_graph")
+        except WorkerFailed:
+            raise
+        except Exception as error:
+            logger.warning("graphs are captured only when they are needed: %s", error)
+            self._capturing = False
+            return
+        self._graphs, self._capturing = answer["graphs"], answer["more"]
+        if not self._capturing:
+            logger.info("%d of %d graphs are captured", self._graphs, self._graphs_planned)
 
     # ---- messages
 
@@ -127,7 +158,12 @@ class Engine:
         self._busy = busy
 
     def _stats(self) -> Stats:
-        return msgspec.structs.replace(self._scheduler.stats(), sleeping=self._sleep.closed)
+        return msgspec.structs.replace(
+            self._scheduler.stats(),
+            sleeping=self._sleep.closed,
+            graphs=self._graphs,
+            graphs_planned=self._graphs_planned,
+        )
 
     def check_integrity(self) -> None:
         """Called when idle begins: whatever is still held then has leaked, which is logged as an error.
@@ -158,6 +194,7 @@ class Engine:
     def _collect(self) -> None:
         """Also when no step is in flight: this is how the death of an idle worker is noticed."""
         while (result := self._executor.poll(0.0)) is not None:
+            self._graphs = result.graphs or self._graphs
             self._outputs += self._scheduler.complete(result)
 
     # ---- utility calls
@@ -188,6 +225,7 @@ class Engine:
             if call.method == "wake":
                 self._cancel_bedtime()
             try:
+                self._clear_for(call)
                 reply = CallReply(call.call_id, self._sleep.call(call))
             except WorkerFailed:
                 raise
@@ -195,10 +233,19 @@ class Engine:
                 Exception
             ) as error:  # a call that fails is its caller's trouble, not the engine's
                 reply = CallReply(call.call_id, error=str(error) or type(error).__name__)
+            if call.method == "wake":  # graphs may be gone: ask again
+                self._capturing = self._graphs_planned > 0
             if call.method in ("sleep", "wake"):
                 # before the answer: who has it knows the state
                 self._server.broadcast(self._stats())
             self._server.send(client, reply)
+
+    def _clear_for(self, call: Call) -> None:
+        """A profile writes into rows and blocks of its own choice. RuntimeError while they are in use."""
+        if call.method == "profile_step":
+            if self._scheduler.has_unfinished:
+                raise RuntimeError("requests are running; profile a server that has nothing to do")
+            self._scheduler.kv.forget_all()
 
     def _answer_at_once(self, call: Call) -> Any:
         """What the engine knows itself; None for a call of the workers."""

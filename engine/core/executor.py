@@ -26,6 +26,8 @@ class WorkerInfo(msgspec.Struct):
     activation_bytes: int
     vocab: int
     selection: list[dict[str, Any]]  # the SelectionReport as plain data
+    notes: list[str] = []  # for the start-up panel
+    graphs: int = 0  # that will be captured while the engine runs
 
 
 class WorkerFailed(RuntimeError):

@@ -83,7 +83,8 @@ def _run(boot: Boot, server: EngineServer, signals: _Signals) -> int:
         parts.ready.phases = clock.stop()
         signals.starting = False
         server.announce(parts.ready)
-        Engine(parts.scheduler, executor, server, signals.stop).run()
+        graphs = parts.ready.graphs
+        Engine(parts.scheduler, executor, server, signals.stop, graphs).run()
         return 0
     except _Stopped:
         return 0

@@ -166,7 +166,7 @@ def start(boot: Boot, executor: Executor, spec: ModelSpec, clock: Progress) -> P
     executor.init_kv(plan, clock)
     kv = KVCache(plan, cache.prefix_caching)
     scheduler = Scheduler(config.scheduler, kv, context.max_model_len, info.vocab)
-    notes = [note for note in (context.note, cut, *plan.reasons) if note]
+    notes = [note for note in (context.note, cut, *plan.reasons, *info.notes) if note]
     ready = _ready(boot, config, info, plan, scheduler.max_model_len)
     return Parts(executor, scheduler, msgspec.structs.replace(ready, notes=notes))
 
@@ -187,7 +187,10 @@ def _ready(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         weight_bytes=info.weight_bytes,
+        free_bytes=info.free_memory + info.weight_bytes + info.activation_bytes,
+        step_bytes=info.activation_bytes,
         world=config.device.tensor_parallel_size,
         selection=selection,
         phases={},
+        graphs=info.graphs,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.engine.core.sampling import SamplingParams
 
-SCHEMA_VERSION = 1  # exchanged in hello: a stale worker cannot attach
+SCHEMA_VERSION = 2  # exchanged in hello: a stale worker cannot attach
 
 
 class NewRow(msgspec.Struct, frozen=True):
@@ -80,6 +80,7 @@ class StepResult(msgspec.Struct):
     device_ms: float = 0.0
     error: str = ""  # the step failed as a whole; `retry` says whether a smaller step may pass
     retry: bool = False
+    graphs: int = 0  # captured so far
 
 
 _PLAN_ARRAYS = (
@@ -117,6 +118,7 @@ class _WireResult(msgspec.Struct):
     device_ms: float = 0.0
     error: str = ""
     retry: bool = False
+    graphs: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)

@@ -74,6 +74,8 @@ class Stats(msgspec.Struct, tag="stats"):
     generated_tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
+    graphs: int = 0  # steps of so many sizes are captured
+    graphs_planned: int = 0
     sleeping: bool = False  # requests are refused until it wakes
 
 
@@ -102,6 +104,9 @@ class EngineReady(msgspec.Struct, tag="ready"):
     selection: list[dict[str, Any]]
     phases: dict[str, float]  # seconds of each phase
     notes: list[str] = []  # decisions with reasons, e.g. the context length chosen
+    free_bytes: int = 0  # on each device at start: weights, a step, KV cache and what is left; 0 = not known
+    step_bytes: int = 0  # the largest step's memory and captured steps'
+    graphs: int = 0  # that will be captured while the engine runs
 
 
 class EngineFailed(msgspec.Struct, tag="failed"):

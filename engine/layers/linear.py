@@ -160,19 +160,14 @@ class Linear(Layer):
         ctx, cols = self._ctx, self._cols
         whole = kind == "bias" or cols.stop - cols.start == self._in_features
         wanted = None if whole else cols
-        if len(parts) == 1:
-            handle = tensors[f"{parts[0].name}.{kind}"]
-            return handle.read(ctx.dtype, parts[0].rows, wanted).to(ctx.device)
-        # Filled part by part, so that never more than one part exists twice.
         out = sum(part.count for part in parts)
         shape = (out,) if kind == "bias" else (out, cols.stop - cols.start)
         merged = torch.empty(shape, dtype=ctx.dtype, device=ctx.device)
         start = 0
         for part in parts:
             stop = start + part.count
-            merged[start:stop].copy_(
-                tensors[f"{part.name}.{kind}"].read(ctx.dtype, part.rows, wanted)
-            )
+            handle = tensors[f"{part.name}.{kind}"]
+            handle.read_into(merged[start:stop], part.rows, wanted)
             start = stop
         return merged
 

@@ -168,9 +168,9 @@ class _Stack:
         for matrix, parts in zip(stack, self.experts, strict=True):
             start = 0
             for part in parts:
-                values = tensors[f"{part.name}.weight"].read(ctx.dtype, part.rows, cols)
-                matrix[start : start + part.count].copy_(values)
-                start += part.count
+                handle, stop = tensors[f"{part.name}.weight"], start + part.count
+                handle.read_into(matrix[start:stop], part.rows, cols)
+                start = stop
         return stack
 
 

@@ -121,11 +121,10 @@ class Vocabulary(Layer):
         if scheme:
             return handle.blocks(slice(self._start, self._start + self._rows))
         start, stop = min(self._start, vocab), min(self._start + self._rows, vocab)
-        if stop - start == self._rows:
-            return handle.read(ctx.dtype, slice(start, stop)).to(ctx.device)
-        table = torch.zeros(self._rows, self._spec.hidden, dtype=ctx.dtype, device=ctx.device)
+        table = torch.empty(self._rows, self._spec.hidden, dtype=ctx.dtype, device=ctx.device)
+        table[stop - start :].zero_()
         if stop > start:
-            table[: stop - start].copy_(handle.read(ctx.dtype, slice(start, stop)))
+            handle.read_into(table[: stop - start], slice(start, stop))
         return table
 
 

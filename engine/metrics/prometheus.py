@@ -17,6 +17,7 @@ process; gauges and cache counters come from the engine's latest Stats at the mo
 | headrace_requests_running, headrace_requests_waiting | gauge | sequences in the engine |
 | headrace_sleeping | gauge | 1 from POST /sleep until all is awake again |
 | headrace_kv_cache_usage_ratio | gauge | used blocks / all blocks |
+| headrace_graphs_captured, headrace_graphs_planned | gauge | sizes of steps that are, and will be, captured |
 | headrace_prefix_cache_queries_total, headrace_prefix_cache_hits_total | counter | prompt tokens looked up, found |
 | headrace_preemptions_total | counter | |
 | headrace_engine_steps_total, headrace_engine_step_tokens_total | counter | steps and the tokens they computed |
@@ -141,8 +142,10 @@ class _EngineCollector(Collector):
         used = stats.kv_used_blocks / stats.kv_total_blocks if stats.kv_total_blocks else 0.0
         yield self._gauge("headrace_requests_running", "Sequences that run.", stats.running)
         yield self._gauge("headrace_requests_waiting", "Sequences that wait.", stats.waiting)
-        yield self._gauge("headrace_kv_cache_usage_ratio", "KV blocks in use, 0 to 1.", used)
         yield self._gauge("headrace_sleeping", "Whether the server sleeps.", int(stats.sleeping))
+        yield self._gauge("headrace_kv_cache_usage_ratio", "KV blocks in use, 0 to 1.", used)
+        yield self._gauge("headrace_graphs_captured", "Step sizes captured.", stats.graphs)
+        yield self._gauge("headrace_graphs_planned", "Step sizes to capture.", stats.graphs_planned)
         for name, text, value in (
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
 from dataclasses import dataclass, field
 
 import torch
 
+from headrace.engine.config.settings import GraphSettings
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import StaticInputs, StepInputs
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import Graph, GraphKey, GraphSupport, GraphTraits
+
+
+log = logging.getLogger(__name__)
+
+# Steps of a size that run op by op before it is captured under load: a batch that grows passes many sizes once.
+PATIENCE = 3
 
 
 class StaticBuffers:
@@ -57,44 +64,68 @@ class _Body:
 
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Graphs for steps of one query token a request. Empty where the device or the kernels allow none."""
+    """Graphs for steps of one query token a request, captured while the server runs: when a size has been asked for a
+    few times, or beforehand when there is nothing else to do. Until then such steps run op by op.
+
+    Ranks see the same steps and calls in the same order, so they capture the same graphs between the same steps.
+    """
 
     model: Model
     runtime: DeviceRuntime
     static: StaticInputs
-    warm: bool  # run a body once before it is captured: kernels are then loaded and tuned outside of the capture
+    sizes: list[int]  # that may be captured, ascending
+    # Run a body once before it is captured: kernels are then loaded and tuned outside of the capture. Without streams
+    # a capture runs the body, so it costs a step and may as well come at once.
+    warm: bool
     _captured: dict[int, tuple[Graph, _Body]] = field(default_factory=dict)
+    _asked: dict[int, int] = field(default_factory=dict)
 
-    def bucket(self, num_reqs: int) -> int:
-        """The smallest captured size that holds the step; 0 = none."""
-        return min((size for size in self._captured if size >= num_reqs), default=0)
+    @property
+    def count(self) -> int:
+        return len(self._captured)
 
-    def capture(
-        self,
-        sizes: Sequence[int],
-        inputs: Callable[[int], StepInputs],
-        progress: Callable[[float, float, str], None],
-    ) -> None:
-        """`inputs(size)` builds a dummy step. Largest first: smaller graphs then fit the pool that it made."""
-        backend = self.runtime.graphs()
-        with backend.session():
-            for done, size in enumerate(sorted(sizes, reverse=True)):
-                progress(done, len(sizes), f"graph of {size} requests")
-                step = inputs(size)
-                body = _Body(self.model, step, self.runtime.device)
-                if self.warm:
-                    body.plan(step)
-                    body()
-                body.plan(step)
-                key = GraphKey("decode", size, size)
-                self._captured[size] = backend.capture(key, body, step.view.host_args()), body
+    def pick(self, num_reqs: int) -> int:
+        """The size that a step of so many requests is to be padded to; 0 = none, run it as it is."""
+        size = next((size for size in self.sizes if size >= num_reqs), 0)
+        if not size or size in self._captured:
+            return size
+        asked = self._asked[size] = self._asked.get(size, 0) + 1
+        return size if asked > self.warm * PATIENCE else 0
 
-    def replay(self, size: int, step: StepInputs) -> torch.Tensor:
-        """Hidden states [size, hidden] of a step padded to `size`; valid until the next replay."""
+    def next(self) -> int:
+        """The size to be captured next when there is time; 0 = none. Small ones first: they gain most, for the host's
+        work is the same in all."""
+        return next((size for size in self.sizes if size not in self._captured), 0)
+
+    def run(self, size: int, step: StepInputs) -> torch.Tensor:
+        """Hidden states [size, hidden] of a step padded to `size`; valid until the next one."""
+        if size not in self._captured and not self.capture(size, step):
+            body = _Body(self.model, step, self.runtime.device)
+            body.plan(step)
+            body()
+            return body.hidden
         graph, body = self._captured[size]
         body.plan(step)
         graph.replay(step.view.host_args())
         return body.hidden
+
+    def capture(self, size: int, step: StepInputs) -> bool:
+        """Capture the size, on any step padded to it. False when that failed: it is not tried again."""
+        body = _Body(self.model, step, self.runtime.device)
+        if self.warm:
+            body.plan(step)
+            body()
+        body.plan(step)
+        backend = self.runtime.graphs()
+        try:
+            with backend.session():
+                key = GraphKey("decode", size, size)
+                self._captured[size] = backend.capture(key, body, step.view.host_args()), body
+        except Exception as error:
+            self.sizes.remove(size)
+            log.warning("steps of %d requests run without a graph: %s", size, error)
+            return False
+        return True
 
     def release(self) -> None:
         for graph, _ in self._captured.values():
@@ -103,18 +134,27 @@ class DecodeGraphs:
 
 
 def bucket_sizes(
-    model: Model, collectives: Collectives, traits: GraphTraits, max_reqs: int
+    model: Model,
+    collectives: Collectives,
+    traits: GraphTraits,
+    max_reqs: int,
+    settings: GraphSettings,
 ) -> list[int]:
     """1, 2, 4, 8, 12, 16, 24, 32, ... up to the largest batch; none when a part of the step cannot be captured.
 
     A step is padded to the next size, by a third at most from 8 on: padding is computed like anything else.
     """
     support = min((impl.graph for impl in model.attention_impls), default=GraphSupport.NEVER)
-    if support == GraphSupport.NEVER or not collectives.capture_safe:
+    if settings.eager or support == GraphSupport.NEVER or not collectives.capture_safe:
         return []
-    powers = [1 << power for power in range((max_reqs - 1).bit_length() + 1)]
-    between = [power + power // 2 for power in powers if 8 <= power < max_reqs]
-    sizes = sorted(powers + between)
-    enough = next(i for i, size in enumerate(sizes) if size >= max_reqs)
-    sizes = sizes[: enough + 1]
+    if settings.sizes:
+        sizes = sorted({min(size, max_reqs) for size in settings.sizes})
+    else:
+        powers = [1 << power for power in range((max_reqs - 1).bit_length() + 1)]
+        between = [power + power // 2 for power in powers if 8 <= power < max_reqs]
+        sizes = sorted(powers + between)
+        enough = next(i for i, size in enumerate(sizes) if size >= max_reqs)
+        sizes = sizes[: enough + 1]
+    if settings.largest:
+        sizes = [size for size in sizes if size <= settings.largest]
     return sizes[: traits.max_graphs] if traits.max_graphs is not None else sizes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.engine.config.settings import GraphSettings
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan, StepResult
 from headrace.engine.models.base import Model, StepContext
@@ -42,6 +43,7 @@ class RunnerLimits:
     max_num_seqs: int  # rows, and requests a step
     max_num_batched_tokens: int  # tokens a step
     max_model_len: int  # tokens a row
+    graphs: GraphSettings = GraphSettings()
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class PendingStep:
     done: Event
     started: float
     kept: list[torch.Tensor]  # pinned memory that the step's copies read
+    graphs: int  # captured so far
 
     def ready(self) -> bool:
         return self.done.query()
@@ -82,7 +85,13 @@ class PendingStep:
                 start += count
         elapsed = 1e3 * (time.perf_counter() - self.started)
         return StepResult(
-            self.plan.step_id, token_ids, logprobs, prompt_logprobs, bad, device_ms=elapsed
+            self.plan.step_id,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            bad,
+            device_ms=elapsed,
+            graphs=self.graphs,
         )
 
 
@@ -147,10 +156,10 @@ class Runner:
             self.rows.apply(plan)
             graphs = self._graphs
             only_decodes = plan.num_decode == len(plan.rows)
-            bucket = graphs.bucket(len(plan.rows)) if graphs and only_decodes else 0
-            if graphs and bucket:
-                inputs = self._builder.build(plan, bucket, graphs.static)
-                hidden = graphs.replay(bucket, inputs)
+            size = graphs.pick(len(plan.rows)) if graphs and only_decodes else 0
+            if graphs and size:
+                inputs = self._builder.build(plan, size, graphs.static)
+                hidden = graphs.run(size, inputs)
             else:
                 inputs = self._builder.build(plan)
                 hidden = self._forward(inputs)
@@ -159,8 +168,8 @@ class Runner:
             done = self.runtime.event()
             done.record()
         index = inputs.sample.index
-        kept = self._transfers.take()
-        return PendingStep(plan, index, ids, logprobs, prompt, done, started, kept)
+        kept, count = self._transfers.take(), self.captured
+        return PendingStep(plan, index, ids, logprobs, prompt, done, started, kept, count)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plans = [impl.plan(inputs.view, group) for impl, group in self.model.plan_keys]
@@ -255,44 +264,74 @@ class Runner:
         share, rest = divmod(limits.max_num_batched_tokens, count)
         chunks = [min(share + (i < rest), limits.max_model_len) for i in range(count)]
         self._dummy(chunks, _FILTERED)
-        return max(runtime.peak_memory() - base, 0)
+        return max(runtime.peak_memory() - base, 0) + self._graph_memory()
+
+    def _graph_memory(self) -> int:
+        """Bytes that all graphs may take: each size at most what an eager step of it takes, and the device's own part.
+
+        Sizes that double add up to twice the largest one, and those between to as much again; memory that graphs
+        share is not counted on, for small ones are captured first.
+        """
+        sizes, runtime = self.graph_sizes(), self.runtime
+        if not sizes:
+            return 0
+        with torch.inference_mode(), self.on_stream():
+            static = self._static(max(sizes))
+            step = self.inputs(self.dummy_plan([1] * max(sizes), _GREEDY), max(sizes), static)
+            runtime.synchronize()
+            runtime.reset_peak_memory()
+            base = runtime.peak_memory()
+            self._forward(step)
+            runtime.synchronize()
+            body = max(runtime.peak_memory() - base, 0)
+        own = runtime.graphs().traits.graph_bytes
+        return body * sum(sizes) // max(sizes) + own * len(sizes)
 
     def warm_up(self, progress: PhaseProgress) -> None:
-        """Run every kind of step once through the real path, then capture the decode graphs."""
+        """Run every kind of step once through the real path. Graphs are captured later, while the server runs."""
         progress(0, 0, "first steps")
         chunk = min(self.limits.max_num_batched_tokens, self.limits.max_model_len, 32)
         self._dummy([chunk], _FILTERED)
-        self._dummy([1], _GREEDY)
-        sizes = bucket_sizes(
-            self.model,
-            self._collectives,
-            self.runtime.graphs().traits,
-            self.limits.max_num_seqs,
-        )
+        sizes = self.graph_sizes()
         if sizes:
-            self._capture(sizes, progress)
+            static = self._static(max(sizes))
+            warm = self._stream is not None
+            self._graphs = DecodeGraphs(self.model, self.runtime, static, sizes, warm)
+        self._dummy([1], _GREEDY)
 
     def _dummy(self, num_new: Sequence[int], sampling: SamplingParams) -> None:
         self.launch(self.dummy_plan(num_new, sampling)).result()
 
-    def _capture(self, sizes: Sequence[int], progress: PhaseProgress) -> None:
-        assert self._builder is not None
-        most, device = max(sizes), self.runtime.device
-        static = StaticInputs(
+    def graph_sizes(self) -> list[int]:
+        traits, limits = self.runtime.graphs().traits, self.limits
+        return bucket_sizes(
+            self.model, self._collectives, traits, limits.max_num_seqs, limits.graphs
+        )
+
+    @property
+    def captured(self) -> int:
+        return self._graphs.count if self._graphs else 0
+
+    def capture_graph(self) -> bool:
+        """Capture one graph beforehand; False when there is none left, or none that is cheaper now than when needed."""
+        graphs = self._graphs
+        size = graphs.next() if graphs and graphs.warm else 0
+        if graphs and size:
+            with torch.inference_mode(), self.on_stream():
+                graphs.capture(
+                    size, self.inputs(self.dummy_plan([1] * size, _GREEDY), size, graphs.static)
+                )
+        return bool(size)
+
+    def _static(self, most: int) -> StaticInputs:
+        device = self.runtime.device
+        return StaticInputs(
             torch.zeros(most, dtype=torch.int32, device=device),
             [
                 torch.zeros((most, table.shape[1]), dtype=torch.int32, device=device)
                 for table in self.rows.tables
             ],
         )
-        graphs = DecodeGraphs(self.model, self.runtime, static, warm=self._stream is not None)
-
-        def inputs(size: int) -> StepInputs:
-            return self.inputs(self.dummy_plan([1] * size, _GREEDY), size, static)
-
-        with torch.inference_mode(), self.runtime.use_stream(self._stream):
-            graphs.capture(sizes, inputs, progress)
-        self._graphs = graphs
 
     def inputs(self, plan: StepPlan, size: int, static: StaticInputs) -> StepInputs:
         """A dummy plan's inputs, padded to `size`, at fixed addresses: for graphs."""

@@ -18,7 +18,7 @@ _CHUNK = 1 << 17
 _PLACES = (-8.5, -8.0, -7.5, -7.0)
 
 
-class EncodedTensor:
+class EncodedTensor(TensorHandle):
     """A TensorHandle whose blocks are made from another's values."""
 
     def __init__(self, stored: TensorHandle, scheme: str):
@@ -29,6 +29,11 @@ class EncodedTensor:
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
         return self._stored.read(dtype, rows, cols)
+
+    def read_into(
+        self, out: torch.Tensor, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        self._stored.read_into(out, rows, cols)
 
     def blocks(self, rows: slice | None = None) -> NDArray[np.uint8]:
         low, high, _ = (rows or slice(None)).indices(self.shape[0])

@@ -43,7 +43,7 @@ def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
     ]
 
 
-class _Rows:
+class _Rows(TensorHandle):
     """A TensorHandle over some rows of a stacked tensor."""
 
     def __init__(self, stack: TensorHandle, piece: Piece):
@@ -55,6 +55,11 @@ class _Rows:
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
         return self._stack.read(dtype, self._within(rows), cols)
+
+    def read_into(
+        self, out: torch.Tensor, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        self._stack.read_into(out, self._within(rows), cols)
 
     def blocks(self, rows: slice | None = None) -> np.ndarray:
         return self._stack.blocks(self._within(rows))

@@ -18,6 +18,10 @@ _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})$")
 _NOT_THE_MODEL = re.compile(r"^(mmproj|consolidated|adapter_|training_args|optimizer|scheduler)")
 
 
+class NoWeights(ModelError):
+    """A folder without any file of weights."""
+
+
 def files_at(name: str, path: Path, load_format: str = "auto") -> ModelFiles:
     """The model at `path` (which exists). `name` is what the user typed. Raises ModelError.
 
@@ -90,7 +94,7 @@ def _folder(name: str, root: Path, load_format: str) -> ModelFiles:
         if found:
             return gguf_files(name, found)
     wanted = "*.safetensors, pytorch_model.bin or *.gguf" if load_format == "auto" else load_format
-    raise ModelError(f"{root} holds no weights ({wanted}); give the folder or file of a model")
+    raise NoWeights(f"{root} holds no weights ({wanted}); give the folder or file of a model")
 
 
 def _checkpoint(

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.mapped_tensor import no_blocks
 from headrace.engine.weights.safetensors_files import read_index
-from headrace.engine.weights.source import ModelError, ModelFiles
+from headrace.engine.weights.source import ModelError, ModelFiles, TensorHandle
 
 
-class TorchTensor:
+class TorchTensor(TensorHandle):
     """One stored tensor; see TensorHandle."""
 
     def __init__(self, name: str, tensor: torch.Tensor):

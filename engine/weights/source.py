@@ -49,9 +49,20 @@ class TensorHandle(Protocol):
         self, dtype: torch.dtype, rows: slice | None = None, cols: slice | None = None
     ) -> torch.Tensor:
         """The values (dequantized if need be) as a new contiguous CPU tensor; a shard when slices are given."""
+        ...
+
+    def read_into(
+        self, out: torch.Tensor, rows: slice | None = None, cols: slice | None = None
+    ) -> None:
+        """The same into `out`, contiguous, in its dtype, on whatever device: what layers load with.
+
+        Complete for work that is enqueued on the current stream afterwards.
+        """
+        out.copy_(self.read(out.dtype, rows, cols))
 
     def blocks(self, rows: slice | None = None) -> np.ndarray:
         """Raw quantized rows [rows, bytes a row] without a copy, for kernels that compute on blocks."""
+        ...
 
 
 class WeightSource(Protocol):

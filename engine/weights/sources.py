@@ -26,7 +26,7 @@ from headrace.engine.weights.spec_hf import spec_from_hf, token_ids
 from headrace.engine.weights.wheels import Progress
 
 if TYPE_CHECKING:
-    import torch
+    from headrace.platforms.device import DeviceRuntime
 
 
 def resolve_model(settings: ModelSettings, progress: Progress | None = None) -> ModelFiles:
@@ -76,35 +76,40 @@ def read_spec(files: ModelFiles, overrides: Mapping[str, Any] | None = None) -> 
 def open_source(
     files: ModelFiles,
     overrides: Mapping[str, Any] | None = None,
-    device: torch.device | None = None,
+    runtime: DeviceRuntime | None = None,
 ) -> WeightSource:
     """The tensors of the model, by Hugging Face names. Imports torch. Raises ModelError as `read_spec` does.
 
-    `device`: where made-up weights are to be made; what is stored is read to the host whatever it says.
+    `runtime`: the device that they are for. Made-up weights are made there; stored ones go there block by block, to be
+    converted there, where it has memory of its own.
     """
-    return by_expert(_open_stored(files, overrides, device))
+    return by_expert(_open_stored(files, overrides, runtime))
 
 
 def _open_stored(
-    files: ModelFiles, overrides: Mapping[str, Any] | None, device: torch.device | None
+    files: ModelFiles, overrides: Mapping[str, Any] | None, runtime: DeviceRuntime | None
 ) -> WeightSource:
+    from headrace.engine.weights.upload import Uploader
+
+    remote = runtime is not None and runtime.device.type != "cpu"
+    upload = Uploader(runtime) if runtime is not None and remote else None
     if files.kind == "gguf":
         from headrace.engine.weights.gguf_source import GGUFSource
 
         opened = _open_gguf(files, overrides)
-        return GGUFSource(files, opened, spec_from_gguf(opened))
+        return GGUFSource(files, opened, spec_from_gguf(opened), upload)
     spec = read_spec(files, overrides)
     if files.kind == "safetensors":
         from headrace.engine.weights.safetensors_source import SafetensorsSource
 
-        return SafetensorsSource(files, spec)
+        return SafetensorsSource(files, spec, upload)
     if files.kind == "pt":
         from headrace.engine.weights.pt_source import TorchSource
 
         return TorchSource(files, spec)
     from headrace.engine.weights.dummy_source import DummySource
 
-    return DummySource(files, spec, device)
+    return DummySource(files, spec, runtime and runtime.device)
 
 
 def _open_gguf(files: ModelFiles, overrides: Mapping[str, Any] | None) -> GGUFFile:

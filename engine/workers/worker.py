@@ -47,7 +47,7 @@ Report = Callable[[str, float, float, str], None]
 
 
 PHASES = ("open", "load", "measure", "init_kv", "warm_up")
-UTILITIES = ("selection", "reset", "profile", "profile_step", "sleep", "wake")
+UTILITIES = ("selection", "reset", "profile", "profile_step", "capture_graph", "sleep", "wake")
 
 
 class Worker:
@@ -93,7 +93,7 @@ class Worker:
         dtype = getattr(torch, self._dtype_name)
         kv_dtype = config.cache.kv_cache_dtype
         limits = limits_of(setup)
-        source = open_source(setup.files, config.model.hf_overrides, self._runtime.device)
+        source = open_source(setup.files, config.model.hf_overrides, self._runtime)
         try:
             stored = kept_schemes(source, config.model, self._dtype_name, self._device)
             schemes = online_schemes(tensor_shapes(spec), stored, config.model.quantization)
@@ -148,8 +148,15 @@ class Worker:
             activation_bytes=activation,
             vocab=setup.spec.vocab,
             selection=self.selection(),
+            notes=self._sleep_notes(),
+            graphs=len(self._runner.graph_sizes()),
         )
         return msgspec.to_builtins(info)
+
+    def _sleep_notes(self) -> list[str]:
+        reason = self._runtime.allocator().stays_awake(WEIGHTS_TAG)
+        wanted = self.setup.config.cache.sleep_mode
+        return [f"sleep does not free the weights, because {reason}"] if wanted and reason else []
 
     def init_kv(self, plan: Any) -> None:
         plan = msgspec.convert(plan, KVPlan)
@@ -159,7 +166,7 @@ class Worker:
 
     def _reload(self) -> None:
         files, overrides = self.setup.files, self.setup.config.model.hf_overrides
-        with closing(open_source(files, overrides, self._runtime.device)) as source:
+        with closing(open_source(files, overrides, self._runtime)) as source:
             tensors = self._model.read_again(source, self._reading)
         self._runtime.allocator().adopt(tensors, WEIGHTS_TAG)
 
@@ -179,6 +186,11 @@ class Worker:
             {**msgspec.to_builtins(decision), "query_type": type(decision.query).__name__}
             for decision in self._ops.report.decisions
         ]
+
+    def capture_graph(self) -> dict[str, Any]:
+        """Capture one graph beforehand, if that pays: how many there are, and whether to ask again."""
+        more = self._runner.capture_graph()
+        return {"graphs": self._runner.captured, "more": more}
 
     def reset(self) -> None:
         """Forget every request."""
@@ -240,4 +252,5 @@ def limits_of(setup: Setup) -> RunnerLimits:
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         setup.config.model.max_model_len or setup.spec.max_position,
+        setup.config.graphs,
     )

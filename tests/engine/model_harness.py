@@ -15,7 +15,7 @@ from headrace.engine.models.base import BuildContext, StepContext
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.models.registry import build_model
 from headrace.engine.models.spec import ModelSpec
-from headrace.engine.weights.source import WeightSource
+from headrace.engine.weights.source import TensorHandle, WeightSource
 from headrace.platforms.batch import BatchView
 from headrace.platforms.collectives import Collectives, SoloCollectives
 from headrace.platforms.cpu.platform import CpuPlatform
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class StateHandle:
+class StateHandle(TensorHandle):
     """A TensorHandle over a tensor in memory."""
 
     name: str

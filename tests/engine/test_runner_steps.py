@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.engine.config.settings import GraphSettings
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.models.base import BuildContext
 from headrace.engine.models.registry import build_model
-from headrace.engine.runner.graphs import StaticBuffers, bucket_sizes
+from headrace.engine.runner.graphs import PATIENCE, DecodeGraphs, StaticBuffers, bucket_sizes
 from headrace.engine.runner.kv import allocate_caches, kv_torch_dtype
 from headrace.engine.runner.runner import Runner, RunnerLimits
+from headrace.engine.runner.sampler import SamplingOps
 from headrace.platforms.batch import BatchView, HostArgs
 from headrace.platforms.collectives import SoloCollectives
 from headrace.platforms.cpu.platform import CpuPlatform
@@ -96,7 +98,12 @@ class Stepper:
     """A runner and block tables filled in order; `step` runs requests by row."""
 
     def __init__(
-        self, tiny: Tiny, capture: bool = False, max_tokens: int = 128, own: bool = False
+        self,
+        tiny: Tiny,
+        capture: bool = False,
+        max_tokens: int = 128,
+        own: bool = False,
+        graphs: GraphSettings | None = None,
     ) -> None:
         """`own`: with the CPU's own implementations in place of the reference's."""
         info = CpuPlatform.probe()[0]
@@ -116,9 +123,11 @@ class Stepper:
         self.model.load_weights(tiny.source, lambda done, total, text: None)
         vocab = tiny.source.spec.vocab
         query = SampleQuery(vocab, ROWS)
-        sample, logprobs = ops.bind("sample", query), ops.bind("logprobs", query)
-        limits = RunnerLimits(ROWS, max_tokens, 256)
-        self.runner = Runner(self.model, sample, logprobs, self.runtime, SoloCollectives(), limits)
+        bound = (ops.bind(op, query) for op in ("sample", "logprobs", "penalties"))
+        limits = RunnerLimits(ROWS, max_tokens, 256, graphs or GraphSettings())
+        self.runner = Runner(
+            self.model, SamplingOps(*bound), self.runtime, SoloCollectives(), limits
+        )
         layers = tuple(range(len(self.model.kv_specs)))
         group = KVGroup(self.model.kv_specs[0].window, layers, 0, 80)
         form = self.model.attention_impls[0].kv_formats(self.model.attention_impls[0].query)[0]
@@ -171,7 +180,7 @@ class Stepper:
 
 def test_captured_steps_equal_plain_ones(tiny: Tiny) -> None:
     plain, captured = Stepper(tiny), Stepper(tiny, capture=True)
-    assert sorted(captured.backend.graphs) == [1, 2, 4, 8]
+    assert sorted(captured.backend.graphs) == [1]  # the others wait for a step of their size
     answers = []
     for stepper in (plain, captured):
         for row in range(5):
@@ -182,7 +191,7 @@ def test_captured_steps_equal_plain_ones(tiny: Tiny) -> None:
         answers.append(found)
     assert answers[0] == answers[1]
     replays = {size: graph.replays for size, graph in captured.backend.graphs.items()}
-    assert replays == {1: 4, 2: 4, 4: 4, 8: 8}
+    assert replays == {1: 5, 2: 4, 4: 4, 8: 8}  # one of the warm-up
     assert not plain.backend.graphs
 
 
@@ -195,7 +204,68 @@ def test_mixed_steps_are_not_replayed(tiny: Tiny) -> None:
         stepper.add(1, prompt(33), SamplingParams(temperature=0.0))
         got.append(int(stepper.step(0, 1).token_ids[0]))
     assert got == want
-    assert all(graph.replays == 0 for graph in stepper.backend.graphs.values())
+    assert [graph.replays for graph in stepper.backend.graphs.values()] == [1]  # the warm-up's
+
+
+def late(stepper: Stepper, sizes: list[int]) -> DecodeGraphs:
+    """Graphs as a device with streams has them: captured beforehand or after some steps, and warmed."""
+    graphs = stepper.runner._graphs
+    assert graphs is not None
+    graphs.release()
+    stepper.backend.graphs.clear()
+    graphs._asked.clear()
+    graphs.warm, graphs.sizes = True, sizes
+    return graphs
+
+
+def test_sizes_are_captured_after_some_steps_of_theirs(tiny: Tiny) -> None:
+    want = Stepper(tiny).greedy(0, prompt(20), PATIENCE + 4)
+    stepper = Stepper(tiny, capture=True)
+    late(stepper, [1, 2])
+    stepper.add(0, prompt(20), SamplingParams(temperature=0.0))
+    got, counts = [], []
+    for _ in want:
+        result = stepper.step(0)
+        got.append(int(result.token_ids[0]))
+        counts.append(result.graphs)
+    assert got == want
+    # the prompt's step, then steps that wait, then the graph
+    assert counts == [0] * (1 + PATIENCE) + [1] * 3
+    assert stepper.backend.graphs[1].replays == 3
+
+
+def test_graphs_are_captured_beforehand_small_ones_first(tiny: Tiny) -> None:
+    want = Stepper(tiny).greedy(0, prompt(20), 4)
+    stepper = Stepper(tiny, capture=True)
+    late(stepper, [1, 2, 4])
+    stepper.add(0, prompt(20), SamplingParams(temperature=0.0))
+    got = []
+    for count, more in ((1, True), (2, True), (3, True), (3, False)):
+        got.append(int(stepper.step(0).token_ids[0]))
+        assert stepper.runner.capture_graph() == more
+        assert sorted(stepper.backend.graphs) == [1, 2, 4][:count]
+    assert got == want and stepper.backend.graphs[1].replays == 3
+
+
+def test_a_size_that_cannot_be_captured_runs_op_by_op(tiny: Tiny, monkeypatch, caplog) -> None:
+    want = Stepper(tiny).greedy(0, prompt(20), PATIENCE + 3)
+    stepper = Stepper(tiny, capture=True)
+    graphs = late(stepper, [1, 2])
+
+    def refuse(*_: Any) -> Graph:
+        raise RuntimeError("no memory for a graph")
+
+    monkeypatch.setattr(stepper.backend, "capture", refuse)
+    assert stepper.greedy(0, prompt(20), PATIENCE + 3) == want
+    assert graphs.sizes == [2] and graphs.count == 0
+    assert "steps of 1 requests run without a graph: no memory for a graph" in caplog.text
+
+
+def test_without_graphs_nothing_is_captured(tiny: Tiny) -> None:
+    stepper = Stepper(tiny, capture=True, graphs=GraphSettings(eager=True))
+    want = Stepper(tiny).greedy(0, prompt(20), 3)
+    assert stepper.greedy(0, prompt(20), 3) == want
+    assert not stepper.backend.graphs and not stepper.runner.capture_graph()
 
 
 def test_graphs_are_released(tiny: Tiny) -> None:
@@ -214,11 +284,16 @@ def test_bucket_sizes() -> None:
     class Group(SoloCollectives):
         capture_safe = False
 
-    def sizes(most: int, limit: int | None = None, impls: Any = (Impl,), group: Any = None) -> Any:
+    def sizes(
+        most: int,
+        limit: int | None = None,
+        impls: Any = (Impl,),
+        group: Any = None,
+        **settings: Any,
+    ) -> Any:
         model: Any = type("Model", (), {"attention_impls": list(impls)})
-        return bucket_sizes(
-            model, group or SoloCollectives(), GraphTraits(False, limit, True), most
-        )
+        traits, group = GraphTraits(False, limit, True), group or SoloCollectives()
+        return bucket_sizes(model, group, traits, most, GraphSettings(**settings))
 
     assert sizes(1) == [1]
     assert sizes(6) == [1, 2, 4, 8]
@@ -227,6 +302,11 @@ def test_bucket_sizes() -> None:
     assert sizes(64, limit=3) == [1, 2, 4]
     assert sizes(64, impls=(Impl, Eager)) == []
     assert sizes(64, group=Group()) == []
+    assert sizes(64, eager=True) == []
+    assert sizes(64, sizes=(1, 10, 64, 500)) == [1, 10, 64]
+    assert sizes(48, sizes=(1, 50, 500)) == [1, 48]
+    assert sizes(64, largest=20) == [1, 2, 4, 8, 12, 16]
+    assert sizes(64, sizes=(4, 30), largest=20, limit=1) == [4]
 
 
 def test_static_buffers_keep_their_place() -> None:

@@ -35,6 +35,7 @@ SAMPLES: dict[
     "--distributed-init": ("127.0.0.1:29500", "tcp://127.0.0.1:29500"),
     "--shutdown-timeout": ("2.5", 2.5),
     "--seed": ("0", 0),
+    "--cudagraph-capture-sizes": (["8,1", "4"], (1, 4, 8)),
 }
 
 

@@ -17,7 +17,7 @@ from headrace.engine.weights.dequant import dequantize_array
 from headrace.engine.weights.ggml_types import GGML_TYPES, READABLE
 from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_source import GGUFSource
-from headrace.engine.weights.mapped_tensor import MappedTensor
+from headrace.engine.weights.mapped_tensor import MappedTensor, Stored
 from headrace.engine.weights.mapping import map_file
 from headrace.engine.weights.source import ModelFiles
 
@@ -71,8 +71,9 @@ def test_special_values_are_those_of_the_gguf_package(name):
 
 def mapped(file: GGUFFile, order=None) -> MappedTensor:
     stored = file.tensors["t"]
-    data = file.parts[stored.part].data
-    return MappedTensor("t", stored.shape, stored.type, data, stored.offset, order)
+    part = file.parts[stored.part]
+    place = Stored(part.path, part.data, stored.offset)
+    return MappedTensor("t", stored.shape, stored.type, place, order)
 
 
 def handle(
@@ -203,8 +204,9 @@ def test_dropped_rows_need_no_memory_and_can_be_read_again(tmp_path):
     rows, cols = 4096, 1024
     kind = GGML_TYPES[8]
     raw = finite_blocks("Q8_0", rows * cols // kind.block, 7)
-    (tmp_path / "raw.bin").write_bytes(raw.tobytes())
-    stored = MappedTensor("w", (rows, cols), kind, map_file(str(tmp_path / "raw.bin")), 0)
+    path = tmp_path / "raw.bin"
+    path.write_bytes(raw.tobytes())
+    stored = MappedTensor("w", (rows, cols), kind, Stored(str(path), map_file(str(path)), 0))
     blocks = stored.blocks(slice(0, 4000))
     total = int(blocks.sum(dtype=np.int64))
     before = resident(blocks)

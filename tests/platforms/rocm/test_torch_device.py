@@ -14,7 +14,7 @@ from headrace.platforms.batch import HostArgs
 from headrace.platforms.collectives import GroupSpec
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.device import MemoryInfo
-from headrace.platforms.graph import GraphKey
+from headrace.platforms.graph import Graph, GraphKey
 from headrace.platforms.rocm.platform import RocmPlatform
 from headrace.platforms.rocm.runtime import RocmRuntime
 from headrace.platforms.torch_device import collectives
@@ -156,8 +156,23 @@ def test_captures_share_the_session_s_pool_and_leave_the_default_stream(module):
     ]  # fmt: skip
     module.log.clear()
     first.replay(HOST)
-    first.release()
-    assert module.log == ["replay", "reset"]
+    assert module.log == ["replay"]
+
+
+def test_later_sessions_use_the_pool_while_a_graph_lives(module):
+    graphs = TorchGraphs(torch.device("cpu"), lambda: Recorded(module))
+
+    def capture() -> Graph:
+        with graphs.session():
+            return graphs.capture(KEY, lambda: None, HOST)
+
+    made = [capture(), capture()]
+    assert module.log.count("pool") == 1 and module.log.count("empty_cache") == 1
+    for graph in made:
+        graph.release()
+    capture()  # the pool went with the last graph
+    assert module.log.count("pool") == 2
+    assert [line for line in module.log if "begin" in line][-1].startswith("begin pool 2")
 
 
 def test_a_capture_that_fails_is_ended(module):
