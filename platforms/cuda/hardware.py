@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from headrace.platforms.torch_device.installed import torch_built_for
+from headrace.platforms.torch_device.installed import version_of as version_of
 
 GIB = 1 << 30
 
@@ -122,20 +122,5 @@ def devices() -> tuple[list[Found], str]:
 
 
 def torch_cuda() -> str:
-    """The CUDA version that the installed torch was built for, "" without; read from its files, not imported."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return ""
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return ""
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return match.group(1) if match else ""
-
-
-def version_of(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
+    """The CUDA version that the installed torch was built for, "" without."""
+    return torch_built_for("cuda")

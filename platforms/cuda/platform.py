@@ -47,7 +47,7 @@ class CudaPlatform(Platform):
             name: version for name in ("torch", "triton") if (version := hardware.version_of(name))
         }
         return [
-            _info(index, device.name, device.arch, device.memory, device.units, versions)
+            _info(index, device.name, device.arch, device.memory, device.units, versions=versions)
             for index, device in enumerate(found)
         ]
 
@@ -57,7 +57,7 @@ class CudaPlatform(Platform):
             known = ", ".join(hardware.DESCRIBED)
             raise ValueError(f"no CUDA arch named {arch!r}; known: {known}")
         name, memory, units = hardware.DESCRIBED[arch]
-        return _info(0, name, arch, memory * hardware.GIB, units, {})
+        return _info(0, name, arch, memory * hardware.GIB, units)
 
     @classmethod
     def known_archs(cls) -> Sequence[str]:
@@ -128,17 +128,7 @@ def known(check: Check, device: DeviceInfo) -> Check:
     return check
 
 
-def _info(
-    index: int, name: str, arch: str, memory: int, units: int, versions: Mapping[str, str]
-) -> DeviceInfo:
-    return DeviceInfo(
-        platform="cuda",
-        index=index,
-        name=name,
-        arch=arch,
-        features=hardware.features_of(arch),
-        memory=memory,
-        units=units,
-        dtypes=hardware.dtypes_of(arch),
-        versions=versions,
-    )
+def _info(index: int, name: str, arch: str, memory: int, units: int, **rest: Any) -> DeviceInfo:
+    """`rest`: versions and notes, of a device that is here."""
+    can = hardware.features_of(arch), memory, units, hardware.dtypes_of(arch)
+    return DeviceInfo("cuda", index, name, arch, *can, **rest)

@@ -14,8 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from headrace.platforms.torch_device.installed import version_of as version_of
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -210,13 +211,6 @@ def environment_set() -> bool:
 def driver_version() -> str:
     """By the driver's own file, for containers whose npu-smi hides it."""
     return _fields(ASCEND / "driver" / "version.info").get("version", "")
-
-
-def version_of(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _cann_folders() -> Iterator[Path]:

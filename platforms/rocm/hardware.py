@@ -6,14 +6,15 @@ Sources: the kernel's Documentation/ABI for sysfs-class-kfd and ROCm's documenta
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from headrace.platforms.torch_device.installed import torch_built_for
+from headrace.platforms.torch_device.installed import version_of as version_of
 
 GIB = 1 << 30
 
@@ -219,16 +220,8 @@ def override(environment: Mapping[str, str] | None = None) -> str:
 
 
 def torch_hip() -> str:
-    """The HIP version that the installed torch was built for, "" without; read from its files, not imported."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return ""
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return ""
-    match = re.search(r"^hip\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return match.group(1) if match else ""
+    """The HIP version that the installed torch was built for, "" without."""
+    return torch_built_for("hip")
 
 
 def rocm_version() -> str:
@@ -236,13 +229,3 @@ def rocm_version() -> str:
         return ROCM.read_text().strip()
     except OSError:
         return ""
-
-
-def version_of(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed, else ""."""
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""

@@ -138,25 +138,7 @@ def known(check: Check, device: DeviceInfo) -> Check:
     return check
 
 
-def _info(
-    index: int,
-    name: str,
-    arch: str,
-    memory: int,
-    units: int,
-    *,
-    versions: Mapping[str, str] | None = None,
-    notes: tuple[str, ...] = (),
-) -> DeviceInfo:
-    return DeviceInfo(
-        platform="rocm",
-        index=index,
-        name=name,
-        arch=arch,
-        features=hardware.features_of(arch),
-        memory=memory,
-        units=units,
-        dtypes=hardware.dtypes_of(arch),
-        versions=versions or {},
-        notes=notes,
-    )
+def _info(index: int, name: str, arch: str, memory: int, units: int, **rest: Any) -> DeviceInfo:
+    """`rest`: versions and notes, of a device that is here."""
+    can = hardware.features_of(arch), memory, units, hardware.dtypes_of(arch)
+    return DeviceInfo("rocm", index, name, arch, *can, **rest)

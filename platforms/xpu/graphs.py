@@ -24,7 +24,8 @@ class XpuGraphs(TorchGraphs):
             body()
         finally:
             graph.capture_end()
-        return TorchGraph(graph)
+        self._live += 1
+        return TorchGraph(graph, self._released)
 
 
 class NoGraphs(EagerGraphs):

@@ -5,14 +5,15 @@ Sources: device ids from Linux' include/drm/intel/pciids.h; structures and codes
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
+
+from headrace.platforms.torch_device.installed import torch_built_for
+from headrace.platforms.torch_device.installed import version_of as version_of
 
 GIB = 1 << 30
 INTEL = 0x8086
@@ -188,26 +189,8 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def torch_xpu() -> str:
-    """The toolkit version that the installed torch was built for XPU with, "" without; read, not imported."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.origin:
-        return ""
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return ""
-    match = re.search(r"^xpu\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-    return match.group(1) if match else ""
-
-
-def version_of(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed, else ""."""
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    """The toolkit version that the installed torch was built for XPU with, "" without."""
+    return torch_built_for("xpu")
 
 
 def triton_version() -> str:

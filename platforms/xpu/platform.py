@@ -165,25 +165,7 @@ def _notes(versions: Mapping[str, str], environment: Mapping[str, str]) -> Itera
         )
 
 
-def _info(
-    index: int,
-    name: str,
-    arch: str,
-    memory: int,
-    units: int,
-    *,
-    versions: Mapping[str, str] | None = None,
-    notes: tuple[str, ...] = (),
-) -> DeviceInfo:
-    return DeviceInfo(
-        platform="xpu",
-        index=index,
-        name=name,
-        arch=arch,
-        features=hardware.features_of(arch),
-        memory=memory,
-        units=max(units, 1),
-        dtypes=hardware.dtypes_of(arch),
-        versions=versions or {},
-        notes=notes,
-    )
+def _info(index: int, name: str, arch: str, memory: int, units: int, **rest: Any) -> DeviceInfo:
+    """`rest`: versions and notes, of a device that is here."""
+    can = hardware.features_of(arch), memory, max(units, 1), hardware.dtypes_of(arch)
+    return DeviceInfo("xpu", index, name, arch, *can, **rest)
