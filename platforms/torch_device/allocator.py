@@ -87,6 +87,7 @@ class TorchAllocator(DeviceAllocator):
             )
         need = sum(map(_aligned, sizes))
         region = self._regions[tag][0] if tag in self._regions else self._region(need, tag)
+        self._synchronize()  # they may have been filled on other streams
         try:
             with torch.inference_mode():  # some of the tensors may have been made in it
                 self._move(groups, region)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from headrace.cli.panel import facts
@@ -55,6 +56,17 @@ def test_what_was_guessed_of_the_tokenizer_is_shown(plan: Plan, ready: EngineRea
     tokenizer = SimpleNamespace(notes=(), chat_template="{{ messages }}")
     rows = facts(plan, ready, URL, tokenizer, 0.5)
     assert "tokenizer" not in dict(rows) and "/v1/chat/completions" in rows[-1][1]
+
+
+def test_memory_adds_up(plan: Plan, ready: EngineReady) -> None:
+    tokenizer = SimpleNamespace(notes=(), chat_template=None)
+    assert "memory" not in dict(facts(plan, ready, URL, tokenizer, 0.5))
+    known = msgspec.structs.replace(ready, free_bytes=5 << 20, step_bytes=1 << 19)
+    assert dict(facts(plan, known, URL, tokenizer, 0.5))["memory"] == (
+        "5.00 MiB free at start = 1.00 MiB weights + 512 KiB for a step + 1.00 MiB KV cache + 2.50 MiB left"
+    )
+    many = msgspec.structs.replace(known, world=2)
+    assert "free at start on each" in dict(facts(plan, many, URL, tokenizer, 0.5))["memory"]
 
 
 def test_notes_stand_below_what_they_explain(plan: Plan, ready: EngineReady) -> None:
