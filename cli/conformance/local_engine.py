@@ -13,6 +13,7 @@ from headrace.engine.config.settings import (
     CacheSettings,
     DeviceSettings,
     EngineConfig,
+    GraphSettings,
     ModelSettings,
     SchedulerSettings,
 )
@@ -48,6 +49,7 @@ def config_for(model: Path | str, **settings: Any) -> EngineConfig:
         ("device", DeviceSettings),
         ("cache", CacheSettings),
         ("scheduler", SchedulerSettings),
+        ("graphs", GraphSettings),
     ):
         own = {key: values.pop(key) for key in kind.__struct_fields__ if key in values}
         sections[name] = kind(**own)

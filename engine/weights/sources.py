@@ -109,7 +109,7 @@ def _open_stored(
         return TorchSource(files, spec)
     from headrace.engine.weights.dummy_source import DummySource
 
-    return DummySource(files, spec, runtime and runtime.device)
+    return DummySource(files, spec, runtime.device if runtime is not None else None)
 
 
 def _open_gguf(files: ModelFiles, overrides: Mapping[str, Any] | None) -> GGUFFile:

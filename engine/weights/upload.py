@@ -73,7 +73,7 @@ class Uploader:
         def fill(start: int, memory: NDArray[np.uint8]) -> None:
             done = 0
             while done < len(memory):
-                count = os.preadv(file, [memory[done:]], offset + start + done)
+                count = os.preadv(file, [memory[done:].data], offset + start + done)
                 if not count:
                     raise ModelError(f"{path} has become shorter while it was read; load it again")
                 done += count

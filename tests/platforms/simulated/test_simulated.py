@@ -101,3 +101,30 @@ def test_mistakes_are_noticed(tmp_path):
     (tmp_path / "script.py").write_text("\n".join(script))
     done = python("script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_blocks_are_unpacked_there(tmp_path):
+    """Copies arrive late: a pinned piece that is rewritten too early, or read on the host, is an error."""
+    script = [
+        "import sys, torch",
+        "from pathlib import Path",
+        "from headrace.platforms.probe import load_platform",
+        "platform = load_platform('sim')",
+        "runtime = platform.open(platform.probe()[0])",
+        f"sys.path.insert(0, {str(HERE.parents[2])!r})",
+        "from tests.unit.test_weights_upload import PARTS, stored",
+        "from headrace.engine.weights.upload import Uploader",
+        "upload = Uploader(runtime, piece=4096, pieces=2)",
+        "for name in ('F32', 'BF16', 'Q4_0', 'Q8_0', 'Q4_K', 'Q6_K'):",
+        "    handle = stored(Path('.'), name, upload)",
+        "    for rows, cols in PARTS:",
+        "        want = handle.read(torch.bfloat16, rows, cols)",
+        "        out = torch.empty(want.shape, dtype=want.dtype, device=runtime.device)",
+        "        handle.read_into(out, rows, cols)",
+        "        runtime.synchronize()",
+        "        assert torch.equal(out.cpu(), want), (name, rows, cols)",
+        "upload.close()",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(script))
+    done = python("script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
