@@ -122,8 +122,8 @@ def _memory(info: EngineReady) -> list[tuple[str, str]]:
 def _graphs(info: EngineReady, plan: Plan) -> list[tuple[str, str]]:
     if plan.config.graphs.eager:
         return [("graphs", "none (--enforce-eager)")]
-    sizes = f"0 of {info.graphs} captured; the rest follow while the server is idle or when needed"
-    return [("graphs", sizes)] if info.graphs else []
+    text = f"{info.graphs}, each captured when the server is idle or needs it"
+    return [("graphs", text)] if info.graphs else []
 
 
 def kernels(selection: Iterable[Mapping[str, Any]]) -> str:

@@ -101,7 +101,8 @@ class Engine:
             self._capturing = False
             return
         self._graphs, self._capturing = answer["graphs"], answer["more"]
-        if not self._capturing:
+        self._server.broadcast(self._stats())
+        if self._graphs and not self._capturing:
             logger.info("%d of %d graphs are captured", self._graphs, self._graphs_planned)
 
     # ---- messages

@@ -143,6 +143,22 @@ def test_wrong_combinations(args: tuple[str, ...], words: str) -> None:
     assert words in one_line(headrace(*args), 2)
 
 
+def test_explain_needs_no_weights(tmp_path: Path) -> None:
+    from headrace.cli.conformance.models import make_model
+
+    folder = make_model("llama", tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    whole, bare = (
+        json.loads(headrace("explain", str(path), "--device", "cuda:sm_90", "--json").stdout)
+        for path in (folder, tmp_path / "bare")
+    )
+    assert bare["ops"] == whole["ops"] and bare["parameters"] == whole["parameters"]
+    assert bare["warnings"][0].endswith("this is what its config.json alone says")
+    refused = one_line(headrace("serve", str(tmp_path / "bare")), 2)
+    assert "holds no weights" in refused
+
+
 @pytest.mark.model
 def test_gguf_path_needs_no_network_and_its_header_decides(smollm2_gguf: Path) -> None:
     done = headrace("explain", str(smollm2_gguf), "--json")

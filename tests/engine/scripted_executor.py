@@ -54,6 +54,7 @@ class Script(msgspec.Struct, frozen=True):
     free_memory: int = 1 << 26
     depth: int = 2
     block_size: int = 16
+    graphs: int = 0  # captured one a call
     workers: int = 0  # child processes that must not outlive the engine
 
 
@@ -299,6 +300,9 @@ class ScriptedExecutor:
         self.calls.append((method, args))
         if method == self.script.fail_call:
             raise WorkerFailed("scripted failure of a call")
+        if method == "capture_graph":
+            done = sum(call == (method, ()) for call in self.calls)
+            return {"graphs": done, "more": done < self.script.graphs}
         return {"method": method, "args": list(args)}
 
     def close(self) -> None:

@@ -52,7 +52,9 @@ class Live:
         )
         self.server = EngineServer(address)
         self.stop = StopSignal()
-        self.engine = Engine(self.parts.scheduler, self.executor, self.server, self.stop)
+        self.engine = Engine(
+            self.parts.scheduler, self.executor, self.server, self.stop, script.graphs
+        )
         self.error: Exception | None = None
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.connect(address)
@@ -203,6 +205,30 @@ def test_a_platforms_budget_is_cut_to_what_is_free():
     assert budget(500 << 20) == (500 << 20, "")
     size, note = budget(501 << 20)
     assert size == 500 << 20 and "501 MiB" in note and "600 MiB are free" in note
+
+
+def test_graphs_are_captured_while_nothing_runs_and_the_count_is_told(start):
+    live = start(Script(graphs=3, step_seconds=0.01))
+    live.tell(submit("a", [1, 2], max_tokens=5))
+    assert live.answers(1)["a"][0] == expected_tokens([1, 2], 5, Script())
+    while (stats := live.hear(Stats)).graphs < 3:
+        pass
+    assert stats.graphs_planned == 3
+    assert live.executor.calls == [("capture_graph", ())] * 3
+    live.tell(submit("b", [3], max_tokens=2))
+    assert live.answers(1)["b"][0] == expected_tokens([3], 2, Script())
+
+
+def test_a_capture_that_fails_ends_captures_only(start, monkeypatch, caplog):
+    def refuse(*_):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(ScriptedExecutor, "call", refuse)
+    live = start(Script(graphs=3))
+    live.tell(submit("a", [1, 2], max_tokens=5))
+    assert live.answers(1)["a"][0] == expected_tokens([1, 2], 5, Script())
+    assert caplog.text.count("captured only when they are needed: no room") <= 1
+    assert live.error is None
 
 
 def test_a_budget_that_a_user_chose_is_met_or_refused():

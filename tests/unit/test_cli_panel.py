@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from headrace.cli.panel import facts
 from headrace.cli.prepare import Plan
-from headrace.engine.config.settings import EngineConfig
+from headrace.engine.config.settings import EngineConfig, GraphSettings
 from headrace.engine.ipc.messages import EngineReady
 from headrace.engine.models.spec import ModelSpec
 from headrace.engine.weights.source import ModelFiles
@@ -67,6 +68,18 @@ def test_memory_adds_up(plan: Plan, ready: EngineReady) -> None:
     )
     many = msgspec.structs.replace(known, world=2)
     assert "free at start on each" in dict(facts(plan, many, URL, tokenizer, 0.5))["memory"]
+
+
+def test_graphs_that_are_to_come(plan: Plan, ready: EngineReady) -> None:
+    def shown(plan: Plan, ready: EngineReady) -> str | None:
+        tokenizer = SimpleNamespace(notes=(), chat_template=None)
+        return dict(facts(plan, ready, URL, tokenizer, 0.5)).get("graphs")
+
+    assert shown(plan, ready) is None  # none can be captured here
+    planned = msgspec.structs.replace(ready, graphs=14)
+    assert shown(plan, planned) == "14, each captured when the server is idle or needs it"
+    eager = EngineConfig(graphs=GraphSettings(eager=True))
+    assert shown(dataclasses.replace(plan, config=eager), ready) == "none (--enforce-eager)"
 
 
 def test_notes_stand_below_what_they_explain(plan: Plan, ready: EngineReady) -> None:

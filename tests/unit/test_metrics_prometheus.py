@@ -35,10 +35,13 @@ def test_stats_are_read_at_the_scrape() -> None:
     model = (("model_name", "m"),)
     assert page(metrics)["headrace_kv_cache_usage_ratio", model] == 0
     stats.kv_used_blocks, stats.running, stats.prefix_hits = 2, 3, 40
+    stats.graphs, stats.graphs_planned = 5, 14
     found = page(metrics)
     assert found["headrace_kv_cache_usage_ratio", model] == 0.25
     assert found["headrace_requests_running", model] == 3
     assert found["headrace_prefix_cache_hits_total", model] == 40
+    assert found["headrace_graphs_captured", model] == 5
+    assert found["headrace_graphs_planned", model] == 14
 
 
 def test_selection() -> None:
