@@ -74,6 +74,8 @@ _REDUCTION: Mapping[str, Tolerance] = {
     "float16": (4e-3, 4e-3),
 }
 _EXACT: Mapping[str, Tolerance] = dict.fromkeys(("float32", "bfloat16", "float16"), (0.0, 0.0))
+# logits are float32 whatever the model computes in
+_LOGITS: Mapping[str, Tolerance] = dict.fromkeys(_EXACT, (1e-5, 1e-5))
 
 
 def _contract(
@@ -195,9 +197,27 @@ CONTRACTS: Mapping[str, OpContract] = {
             Selected by SampleQuery; k <= V. logprob and top are log-softmax over V, float32; rank is one more than the
             number of larger logits; top holds the k largest, best first, of equal ones any. A row with NaN or without
             any finite logit gives anything.""",
-            dict.fromkeys(
-                _EXACT, (1e-5, 1e-5)
-            ),  # logits are float32 whatever the model computes in
+            _LOGITS,
+            shrink={"vocab": 2048},
+        ),
+        _contract(
+            "penalties",
+            """(logits[R, V] float32, tokens[P, L] int32, where[N] int64, rows[N] int64, prompts[N] int64,
+            lengths[N] int64, factors[N, 3] float32, longest) -> None. Selected by SampleQuery.
+
+            In place on rows `where` of logits, no two alike. Sequence i is tokens[rows[i], : lengths[i]], the first
+            prompts[i] of them its prompt; longest >= all lengths. Factors: repetition, frequency, presence. A positive
+            logit of a token in the sequence is divided by repetition, another multiplied with it; then frequency *
+            (how often it is behind the prompt) and, if it is there at all, presence are subtracted.""",
+            _LOGITS,
+            shrink={"vocab": 2048},
+        ),
+        _contract(
+            "token_bitmask",
+            """(logits[R, V] float32, where[N] int64, allowed[N, ceil(V / 32)] int32) -> None, selected by SampleQuery.
+
+            In place on rows `where` of logits, no two alike: -inf where bit t % 32 of word t // 32 is 0.""",
+            _EXACT,
             shrink={"vocab": 2048},
         ),
     )

@@ -57,8 +57,12 @@ class Rows:
         self.min_tokens = np.zeros(rows + 1, np.int32)
         self.logprobs = np.full(rows + 1, -1, np.int32)
         self.prompt_logprobs = np.full(rows + 1, -1, np.int32)
-        # rows whose logits are changed before sampling: penalties, bias, min_tokens
+        # repetition, frequency and presence penalty
+        self.factors = np.zeros((rows + 1, 3), np.float32)
+        # rows whose logits are changed before sampling: penalties, bias, min_tokens; of those, the first two
         self.shaped = np.zeros(rows + 1, np.bool_)
+        self.penalised = np.zeros(rows + 1, np.bool_)
+        self.biased = np.zeros(rows + 1, np.bool_)
         self.extras: dict[int, RowExtras] = {}
         self.tables_host = np.zeros((0, rows + 1, 1), np.int32)
         self.tables = torch.zeros((0, rows + 1, 1), dtype=torch.int32, device=runtime.device)
@@ -113,6 +117,10 @@ class Rows:
         self.prompt_logprobs[row] = params.prompt_logprobs
         masks_stops = params.min_tokens > 0 and bool(params.stop_token_ids)
         shaped = params.needs_penalties or bool(params.logit_bias) or masks_stops
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.factors[row] = penalties
+        self.penalised[row] = params.needs_penalties
+        self.biased[row] = bool(params.logit_bias)
         self.shaped[row] = shaped
         if shaped:
             self.extras[row] = RowExtras(params)

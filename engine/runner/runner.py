@@ -22,9 +22,8 @@ from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import (
     SLICE_ELEMENTS,
     HostLogprobs,
-    LogprobsOp,
-    SampleOp,
     Sampler,
+    SamplingOps,
     score,
 )
 from headrace.engine.runner.staging import Transfers
@@ -105,8 +104,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        sample: SampleOp,
-        logprobs: LogprobsOp,
+        sampling: SamplingOps,
         runtime: DeviceRuntime,
         collectives: Collectives,
         limits: RunnerLimits,
@@ -118,7 +116,7 @@ class Runner:
         self._stream = runtime.stream()
         self._transfers = Transfers(runtime)
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, runtime, self._transfers)
-        self._sampler = Sampler(self.rows, sample, logprobs, self._transfers)
+        self._sampler = Sampler(self.rows, sampling, self._transfers)
         self._builder: BatchBuilder | None = None
         self._graphs: DecodeGraphs | None = None
 

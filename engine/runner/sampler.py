@@ -27,6 +27,15 @@ SampleOp = Callable[..., torch.Tensor]
 LogprobsOp = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """What a step does with logits, bound for one vocabulary (contracts of these names in platforms/ops.py)."""
+
+    sample: SampleOp
+    logprobs: LogprobsOp
+    penalties: Callable[..., None]
+
+
 @dataclass(slots=True)
 class HostLogprobs:
     """Numbers of N positions on their way to the host; `k[i]` candidates were asked for at position i."""
@@ -50,14 +59,13 @@ class HostLogprobs:
 
 
 class Sampler:
-    def __init__(
-        self, rows: Rows, sample: SampleOp, logprobs: LogprobsOp, transfers: Transfers
-    ) -> None:
+    def __init__(self, rows: Rows, ops: SamplingOps, transfers: Transfers) -> None:
         self._rows = rows
-        self.logprobs_op = logprobs
-        self._sample = sample
-        self._fast_greedy = getattr(sample, "fast_greedy", False)
-        self._guarded = getattr(sample, "guarded", None)
+        self.logprobs_op = ops.logprobs
+        self._penalties = ops.penalties
+        self._sample = ops.sample
+        self._fast_greedy = getattr(ops.sample, "fast_greedy", False)
+        self._guarded = getattr(ops.sample, "guarded", None)
         self._transfers = transfers
 
     def sample(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
@@ -84,57 +92,43 @@ class Sampler:
         shaped = np.flatnonzero(self._rows.shaped[inputs.rows])
         if not len(shaped):
             return raw
-        logits = raw.clone()
-        extras = [self._rows.extras[row] for row in inputs.rows[shaped].tolist()]
-        penalised = shaped[[extra.params.needs_penalties for extra in extras]]
+        logits, rows = raw.clone(), inputs.rows
+        penalised = shaped[self._rows.penalised[rows[shaped]]]
         if len(penalised):
             self._penalise(logits, penalised, inputs)
-        lengths = [len(extra.bias_ids) for extra in extras]
-        if any(lengths):
+        biased = shaped[self._rows.biased[rows[shaped]]]
+        if len(biased):
+            extras = [self._rows.extras[row] for row in rows[biased].tolist()]
             where, ids, bias = self._transfers.send(
-                np.repeat(shaped, lengths),
+                np.repeat(biased, [len(extra.bias_ids) for extra in extras]),
                 np.concatenate([extra.bias_ids for extra in extras]),
                 np.concatenate([extra.bias for extra in extras]),
             )
             logits[where, ids] += bias
-        outputs = inputs.positions - self._rows.prompt_len[inputs.rows]
-        early = (outputs < self._rows.min_tokens[inputs.rows])[shaped]
-        lengths = np.array([len(extra.stop_ids) for extra in extras]) * early
-        if lengths.any():
-            stops = [
-                extra.stop_ids for extra, length in zip(extras, lengths, strict=True) if length
-            ]
-            where, ids = self._transfers.send(np.repeat(shaped, lengths), np.concatenate(stops))
+        outputs = inputs.positions - self._rows.prompt_len[rows]
+        early = shaped[(outputs < self._rows.min_tokens[rows])[shaped]]
+        stops = [self._rows.extras[row].stop_ids for row in rows[early].tolist()]
+        lengths = [len(ids) for ids in stops]
+        if any(lengths):
+            where, ids = self._transfers.send(np.repeat(early, lengths), np.concatenate(stops))
             logits[where, ids] = float("-inf")
         return logits
 
     def _penalise(self, logits: torch.Tensor, which: np.ndarray, inputs: SampleInputs) -> None:
         """In place on rows `which`. Counts are taken anew from the token pool: nothing to keep in step."""
-        longest = int(inputs.positions[which].max())
-        step = max(1, SLICE_ELEMENTS // max(longest, logits.shape[1]))
+        rows, lengths = inputs.rows[which], inputs.positions[which]
+        step = max(1, SLICE_ELEMENTS // max(int(lengths.max()), logits.shape[1]))
+        sent = self._transfers.send(
+            which.astype(np.int64),
+            rows.astype(np.int64),
+            self._rows.prompt_len[rows].astype(np.int64),
+            lengths.astype(np.int64),
+            self._rows.factors[rows],
+        )
         for low in range(0, len(which), step):
-            part = which[low : low + step]
-            rows, lengths = inputs.rows[part], inputs.positions[part]
-            params = [self._rows.extras[row].params for row in rows.tolist()]
-            numbers = np.array(
-                [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
-                np.float32,
-            )
-            where, device_rows, device_lengths, prompts, factors = self._transfers.send(
-                part.astype(np.int64),
-                rows.astype(np.int64),
-                lengths.astype(np.int64),
-                self._rows.prompt_len[rows].astype(np.int64),
-                numbers,
-            )
-            tokens = self._rows.tokens[device_rows, : int(lengths.max())].long()
-            logits[where] = penalised(
-                logits[where],
-                tokens,
-                prompts.unsqueeze(1),
-                device_lengths.unsqueeze(1),
-                factors,
-            )
+            longest = int(lengths[low : low + step].max())
+            part = (column[low : low + step] for column in sent)
+            self._penalties(logits, self._rows.tokens, *part, longest)
 
     def logprobs(
         self, raw: torch.Tensor, ids: torch.Tensor, inputs: SampleInputs
@@ -144,8 +138,10 @@ class Sampler:
         asked = np.flatnonzero(k >= 0)
         if not len(asked):
             return None
-        (where,) = self._transfers.send(asked)
-        numbers = score(self.logprobs_op, raw[where], ids[where].clamp(min=0), int(k[asked].max()))
+        if len(asked) < len(k):
+            (where,) = self._transfers.send(asked)
+            raw, ids = raw[where], ids[where]
+        numbers = score(self.logprobs_op, raw, ids.clamp(min=0), int(k[asked].max()))
         return inputs.index[asked], self.to_host(k[asked], numbers)
 
     def to_host(self, k: np.ndarray, numbers: tuple[torch.Tensor, ...]) -> HostLogprobs:
@@ -155,33 +151,6 @@ class Sampler:
 def options(inputs: SampleInputs) -> tuple[torch.Tensor, ...]:
     """In the order in which the op takes them."""
     return inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform
-
-
-def penalised(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    prompts: torch.Tensor,
-    lengths: torch.Tensor,
-    factors: torch.Tensor,
-) -> torch.Tensor:
-    """logits [n, V], tokens [n, L] int64, prompt lengths [n, 1], sequence lengths [n, 1], factors [n, 3] -> [n, V].
-
-    Repetition looks at prompt and output: a positive logit is divided, a negative one multiplied. Frequency and
-    presence look at the output only: the count times the penalty, and the penalty once, are subtracted.
-    """
-    count, vocab = logits.shape
-    repetition, frequency, presence = factors.unsqueeze(-1).unbind(1)  # [n, 1] each
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    # Positions that do not count go to a column of their own, cut off again.
-    present = torch.where(index < lengths, tokens, vocab)
-    seen = torch.zeros(count, vocab + 1, dtype=torch.bool, device=logits.device)
-    seen = seen.scatter_(1, present, True)[:, :vocab]
-    output = torch.where(index >= prompts, present, vocab)
-    counts = torch.zeros(count, vocab + 1, device=logits.device)
-    counts = counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))[:, :vocab]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
 
 
 def score(op: LogprobsOp, raw: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:

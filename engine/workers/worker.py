@@ -20,6 +20,7 @@ from headrace.engine.models.base import BuildContext, Model
 from headrace.engine.models.registry import build_model
 from headrace.engine.runner.profile import profile_decode
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
+from headrace.engine.runner.sampler import SamplingOps
 from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
 from headrace.engine.weights.packed import identity, packed_file
@@ -109,14 +110,15 @@ class Worker:
             queries = (decision.query for decision in self._ops.report.decisions)
             refuse_without_kernel(config.model.quantization, queries, self._device.spec)
             query = SampleQuery(spec.vocab, limits.max_num_seqs)
-            sample, logprobs = (self._ops.bind(op, query) for op in ("sample", "logprobs"))
+            bound = (self._ops.bind(op, query) for op in ("sample", "logprobs", "penalties"))
+            sampling = SamplingOps(*bound)
             self._model: Model = model
             with self._kept_packed():
                 self._weight_bytes = model.load_weights(source, self._reading)
         finally:
             source.close()
         self._runtime.allocator().adopt(model.loaded(), WEIGHTS_TAG)
-        self._runner = Runner(model, sample, logprobs, self._runtime, self._collectives, limits)
+        self._runner = Runner(model, sampling, self._runtime, self._collectives, limits)
         self._opened.callback(self._runner.close)
 
     def _reading(self, done: float, total: float, text: str) -> None:

@@ -60,6 +60,8 @@ def implementations() -> list[Implementation]:
         "gelu_tanh_and_mul": "ops",
         "sample": "sampling",
         "logprobs": "sampling",
+        "penalties": "sampling",
+        "token_bitmask": "sampling",
     }
     rows = [
         Implementation(op, REFERENCE, f"{home}.{module}:{op}", source=REFERENCE)

@@ -469,3 +469,52 @@ def logprobs(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
         for s in (0.5, 8.0)
         for k in (0, 1, 5, 50)
     ]
+
+
+def _sequences(draw: _Draw, query: SampleQuery) -> tuple[torch.Tensor, Tensors]:
+    """Tokens of few kinds in a pool of more rows than are asked for; rows, prompts, lengths and factors of some."""
+    count, width = max(1, min(query.max_reqs, 5)), 70
+    tokens = draw.integers(min(query.vocab, 20), count + 2, width).int()
+    tokens[:, 1::9] = query.vocab - 1
+    rows = torch.arange(count, device=draw.device).flip(0) + 1
+    lengths = draw.integers(width - 1, count) + 1
+    lengths[0] = width
+    prompts = (lengths * draw.uniform(count)).long()
+    factors = torch.stack(
+        (draw.uniform(count) + 0.5, draw.uniform(count) - 0.5, draw.uniform(count) - 0.5), -1
+    )
+    return tokens, (rows, prompts, lengths, factors)
+
+
+def penalties(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, only: str) -> Tensors:
+        tokens, (rows, prompts, lengths, factors) = _sequences(draw, query)
+        if only:
+            factors[:, 0] = 1.0
+        if only == "none":
+            factors.zero_()[:, 0] = 1.0
+        where = torch.arange(len(rows), device=device) * 2
+        logits = draw.normal(2 * len(rows), query.vocab, scale=3.0)
+        logits[:, 0] = -torch.inf
+        op(logits, tokens, where, rows, prompts, lengths, factors, 70)
+        return (logits.nan_to_num(neginf=-1e9),)
+
+    return [
+        _case(f"penalties, {name}", lambda op, draw, n=n: body(op, draw, n), device, seed)  # type: ignore[misc]
+        for n, name in (("", "all"), ("output", "of the output"), ("none", "neutral"))
+    ]
+
+
+def token_bitmask(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
+    def body(op: Any, draw: _Draw, high: int) -> Tensors:
+        count = max(1, min(query.max_reqs, 5))
+        words = draw.integers(high, count, -(-query.vocab // 32))
+        words = torch.where(draw.uniform(*words.shape) < 0.5, words, -1 - words).int()
+        logits = draw.normal(2 * count, query.vocab)
+        op(logits, torch.arange(count, device=device) * 2 + 1, words)
+        return (logits.nan_to_num(neginf=-1e9),)
+
+    return [
+        _case(f"words below {high}", lambda op, draw, h=high: body(op, draw, h), device, seed)  # type: ignore[misc]
+        for high in (1, 1 << 31)
+    ]

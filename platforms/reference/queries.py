@@ -74,6 +74,6 @@ def queries(op: str) -> list[Any]:
             RouterQuery(256, 8, True, "sigmoid", 8, 4, True, 2.5),
             RouterQuery(12, 3, False, "sigmoid", bias=True),
         ]
-    if op in ("sample", "logprobs"):
+    if op in ("sample", "logprobs", "penalties", "token_bitmask"):
         made = [SampleQuery(vocab, 8) for vocab in (3, 100, 9000)]
     return made

@@ -1,4 +1,5 @@
-"""Sampling by inverse CDF over the sorted vocabulary. Contract: headrace.platforms.ops, "sample"."""
+"""Sampling by inverse CDF over the sorted vocabulary, and what else is done to logits. Contracts:
+headrace.platforms.ops, "sample", "logprobs", "penalties" and "token_bitmask"."""
 
 from __future__ import annotations
 
@@ -55,3 +56,35 @@ def logprobs(
     rank = (logits > own).sum(-1) + 1
     top, top_ids = logits.topk(k, dim=-1)
     return (own - total).squeeze(1), rank, top_ids, top - total
+
+
+def penalties(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    where: torch.Tensor,
+    rows: torch.Tensor,
+    prompts: torch.Tensor,
+    lengths: torch.Tensor,
+    factors: torch.Tensor,
+    longest: int,
+) -> None:
+    own, text = logits[where], tokens[rows, :longest].long()
+    vocab = logits.shape[1]
+    repetition, frequency, presence = factors.unsqueeze(-1).unbind(1)  # [N, 1] each
+    index = torch.arange(longest, device=tokens.device)
+    # Positions that do not count go to a column of their own, cut off again.
+    present = torch.where(index < lengths.unsqueeze(1), text, vocab)
+    seen = torch.zeros(len(own), vocab + 1, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter_(1, present, True)[:, :vocab]
+    output = torch.where(index >= prompts.unsqueeze(1), present, vocab)
+    counts = torch.zeros(len(own), vocab + 1, device=logits.device)
+    counts = counts.scatter_add_(1, output, torch.ones_like(output, dtype=counts.dtype))[:, :vocab]
+    repeated = torch.where(own > 0, own / repetition, own * repetition)
+    own = torch.where(seen, repeated, own)
+    logits[where] = own - frequency * counts - presence * (counts > 0)
+
+
+def token_bitmask(logits: torch.Tensor, where: torch.Tensor, allowed: torch.Tensor) -> None:
+    bits = allowed.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    bits = bits.flatten(1)[:, : logits.shape[1]]
+    logits[where] = logits[where].masked_fill(bits == 0, float("-inf"))

@@ -37,7 +37,9 @@ from headrace.platforms.triton import (
     experts_kernels,
     linear,
     linear_kernels,
+    logprobs,
     norms,
+    penalties,
     rotary,
     routing,
     sampling,
@@ -61,7 +63,7 @@ LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 12825
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
 # integers that kernels are not specialized on
-NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m")
+NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m", "top")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def variants(runtime: Any) -> Iterator[Variant]:
         yield from _experts(dtype, short, runtime)
     yield from _routing(runtime)
     yield from _sampling(runtime)
+    yield from _logits(runtime)
 
 
 def _sampling(runtime: Any) -> Iterator[Variant]:
@@ -99,6 +102,27 @@ def _sampling(runtime: Any) -> Iterator[Variant]:
                 kinds = {**pointers, "ids": "i32" if guard else "i64"}
                 label = f"sample {name} of {vocab}{', guarded' if guard else ''}"
                 yield Variant(label, kernel, kinds, scalars, options)
+
+
+def _logits(runtime: Any) -> Iterator[Variant]:
+    """What else is done to them: log-probabilities, penalties, masks."""
+    integers = ("rows", "prompts", "lengths", "where", "ids", "rank", "top_ids", "best")
+    numbers = ("logits", "factors", "peaks", "sums", "own", "totals", "top_logprobs")
+    pointers = {**dict.fromkeys(integers, "i64"), **dict.fromkeys(numbers, "fp32")}
+    pointers |= dict.fromkeys(("tokens", "table", "allowed", "larger"), "i32")
+    names = ("V", "stride", "stride_logits", "words", "tiles", "top")
+    scalars = dict.fromkeys(names, "i32")
+    for vocab in (32000, 262144):
+        query = SampleQuery(vocab, 256)
+        tile, row = logprobs.options(query, runtime)
+        for kernel, options in (
+            (penalties.count_kernel, penalties.options(query, runtime)),
+            (penalties.penalties_kernel, penalties.options(query, runtime)),
+            (penalties.bitmask_kernel, penalties.bitmask_options(query, runtime)),
+            (logprobs.tile_kernel, tile),
+            (logprobs.row_kernel, row),
+        ):
+            yield Variant(f"{kernel.__name__} of {vocab}", kernel, pointers, scalars, options)
 
 
 def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:

@@ -6,6 +6,7 @@ A platform calls `implementations` with its own say on the architecture: whether
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from headrace.platforms.device import DeviceInfo
@@ -15,7 +16,18 @@ TRITON = "triton"
 FLOATS = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*FLOATS, "fp8_e4m3")
 # Ops whose kernels are newer than the last run of the contract tests on a device.
-NEWER = frozenset({"linear", "topk_softmax", "fused_experts", "paged_attention", "sample"})
+NEWER = frozenset(
+    {
+        "linear",
+        "topk_softmax",
+        "fused_experts",
+        "paged_attention",
+        "sample",
+        "logprobs",
+        "penalties",
+        "token_bitmask",
+    }
+)
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
@@ -85,8 +97,8 @@ def implementations(
 ) -> list[Implementation]:
     """All rows, for the platform named `source`. `names`: of distributions, one of which brings Triton there."""
 
-    def samples(query: Any, device: DeviceInfo) -> Verdict:
-        check = _newer("sample", known(Check(), device))
+    def samples(op: str, query: Any, device: DeviceInfo) -> Verdict:
+        check = _newer(op, known(Check(), device))
         check.need(query.vocab <= WIDEST_VOCAB, f"{query.vocab} tokens exceed {WIDEST_VOCAB}")
         return check.verdict()
 
@@ -118,7 +130,13 @@ def implementations(
         ("gelu_tanh_and_mul", f"{home}.activations:GeluTanhAndMul", _activation),
     )
     table = [(op, target, verdict(op, judge)) for op, target, judge in rows]
-    table.append(("sample", f"{home}.sampling:Sample", samples))
+    logits = (
+        ("sample", "sampling:Sample"),
+        ("logprobs", "logprobs:Logprobs"),
+        ("penalties", "penalties:Penalties"),
+        ("token_bitmask", "penalties:TokenBitmask"),
+    )
+    table += [(op, f"{home}.{target}", partial(samples, op)) for op, target in logits]
     table.append(("topk_softmax", f"{home}.routing:TopkSoftmax", routes))
     return [
         Implementation(

@@ -120,12 +120,12 @@ class Sample:
         counts = torch.empty((rows, tiles, EDGES), dtype=torch.int32, device=device)
         masses = torch.empty((rows, tiles, EDGES), dtype=torch.int64, device=device)
         sizes = (logits.stride(0), vocab, tiles)
-        tensors = (logits, temperature, best, totals, finite, edges, counts, masses)
-        self._masses((tiles, rows, 1), *tensors, *sizes)
+        facts = (best, totals, finite, edges, counts, masses)
+        self._masses((tiles, rows, 1), logits, temperature, *facts, *sizes)
         values = torch.empty((rows, self._size), dtype=torch.float32, device=device)
         tokens = torch.empty((rows, self._size), dtype=torch.int32, device=device)
         options = (temperature, top_k, top_p, min_p, uniform)
-        tensors = (logits, *options, best, finite, edges, counts, masses, values, tokens, ids)
+        found = (best, finite, edges, counts, masses, values, tokens, ids)
         launch = self._draw_guarded if guard else self._draw
-        launch((rows, 1, 1), *tensors, *sizes)
+        launch((rows, 1, 1), logits, *options, *found, *sizes)
         return ids

@@ -104,7 +104,7 @@ def greedy_kernel(best, finite, ids, V, tiles, TILES: tl.constexpr, PDL: tl.cons
 
 @triton.jit
 def _add_above(both, row, at, V, temperature, top, edges):
-    """`both` [EDGES, lanes] and, of tokens at or above each of EDGES values, the mass and (in the low bits) the number."""
+    """`both` [EDGES, lanes] and, of what is at or above each of EDGES values, mass and (in the low bits) number."""
     scaled = _scale(tl.load(row + at, mask=at < V, other=float("-inf")), temperature)
     one = tl.where(at < V, (_mass(scaled, top) << COUNT_BITS) + 1, 0)
     return both + tl.where(scaled[None, :] >= edges[:, None], one[None, :], 0)

@@ -13,10 +13,10 @@ from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.runner.batch import BatchBuilder, SampleInputs
 from headrace.engine.runner.randomness import uniform
 from headrace.engine.runner.rows import Rows
-from headrace.engine.runner.sampler import Sampler, score
+from headrace.engine.runner.sampler import Sampler, SamplingOps, score
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.cpu.platform import CpuPlatform
-from headrace.platforms.reference.sampling import logprobs, sample
+from headrace.platforms.reference.sampling import logprobs, penalties, sample
 
 VOCAB = 50
 
@@ -30,7 +30,7 @@ class Bench:
         transfers = Transfers(runtime)
         self.rows = Rows(len(requests), 64, runtime, transfers)
         self.rows.bind_tables(1, 16)
-        self.sampler = Sampler(self.rows, sample, logprobs, transfers)
+        self.sampler = Sampler(self.rows, SamplingOps(sample, logprobs, penalties), transfers)
         count = len(requests)
         self.plan = StepPlan(
             0,

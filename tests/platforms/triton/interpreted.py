@@ -37,6 +37,7 @@ def main(group: str, dtype: str) -> int:
         "sorted experts": queries.sorted_experts,
         "attention": queries.attentions,
         "sample": queries.samples,
+        "logits": queries.logits,
     }
     asked = groups[group](dtype)
     for units in (1, 64) if group == "attention" else (1,):

@@ -108,3 +108,9 @@ def wide_experts(dtype: str) -> list[Named]:
 
 def samples(_dtype: str) -> list[Named]:
     return [("sample", SampleQuery(300, 8))]
+
+
+def logits(_dtype: str) -> list[Named]:
+    """A vocabulary of one tile, and one of several."""
+    ops = ("logprobs", "penalties", "token_bitmask")
+    return [(op, SampleQuery(vocab, 5)) for op in ops for vocab in (70, 5000)]

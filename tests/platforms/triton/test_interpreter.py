@@ -34,6 +34,7 @@ def missing() -> str:
         ("rows", "float16"),
         ("few rows", "float32"),
         ("experts", "float32"),
+        ("logits", "float32"),
         ("sorted experts", "float32"),
         pytest.param("experts", "float16", marks=pytest.mark.slow),
         pytest.param("sample", "float32", marks=pytest.mark.slow),
