@@ -202,13 +202,13 @@ CONTRACTS: Mapping[str, OpContract] = {
         ),
         _contract(
             "penalties",
-            """(logits[R, V] float32, tokens[P, L] int32, where[N] int64, rows[N] int64, prompts[N] int64,
-            lengths[N] int64, factors[N, 3] float32, longest) -> None. Selected by SampleQuery.
+            """(logits[R, V] float32, tokens[P, L] int32, sequences[N, 4] int64, factors[N, 3] float32, longest) -> None.
 
-            In place on rows `where` of logits, no two alike. Sequence i is tokens[rows[i], : lengths[i]], the first
-            prompts[i] of them its prompt; longest >= all lengths. Factors: repetition, frequency, presence. A positive
-            logit of a token in the sequence is divided by repetition, another multiplied with it; then frequency *
-            (how often it is behind the prompt) and, if it is there at all, presence are subtracted.""",
+            Selected by SampleQuery. In place. A sequence is (row of logits, row of tokens, prompt, length): the first
+            `length` of that row's tokens, of which the first `prompt` are the prompt. Rows of logits are unlike;
+            longest >= all lengths. Factors: repetition, frequency, presence. A positive logit of a token in the
+            sequence is divided by repetition, another multiplied with it; then frequency * (how often it is behind
+            the prompt) and, if it is there at all, presence are subtracted.""",
             _LOGITS,
             shrink={"vocab": 2048},
         ),

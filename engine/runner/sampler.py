@@ -118,13 +118,8 @@ class Sampler:
         """In place on rows `which`. Counts are taken anew from the token pool: nothing to keep in step."""
         rows, lengths = inputs.rows[which], inputs.positions[which]
         step = max(1, SLICE_ELEMENTS // max(int(lengths.max()), logits.shape[1]))
-        sent = self._transfers.send(
-            which.astype(np.int64),
-            rows.astype(np.int64),
-            self._rows.prompt_len[rows].astype(np.int64),
-            lengths.astype(np.int64),
-            self._rows.factors[rows],
-        )
+        sequences = np.stack((which, rows, self._rows.prompt_len[rows], lengths), -1)
+        sent = self._transfers.send(sequences.astype(np.int64), self._rows.factors[rows])
         for low in range(0, len(which), step):
             longest = int(lengths[low : low + step].max())
             part = (column[low : low + step] for column in sent)

@@ -471,8 +471,8 @@ def logprobs(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
     ]
 
 
-def _sequences(draw: _Draw, query: SampleQuery) -> tuple[torch.Tensor, Tensors]:
-    """Tokens of few kinds in a pool of more rows than are asked for; rows, prompts, lengths and factors of some."""
+def _sequences(draw: _Draw, query: SampleQuery) -> Tensors:
+    """Tokens of few kinds in a pool of more rows than are asked for; sequences among them, and factors."""
     count, width = max(1, min(query.max_reqs, 5)), 70
     tokens = draw.integers(min(query.vocab, 20), count + 2, width).int()
     tokens[:, 1::9] = query.vocab - 1
@@ -483,20 +483,20 @@ def _sequences(draw: _Draw, query: SampleQuery) -> tuple[torch.Tensor, Tensors]:
     factors = torch.stack(
         (draw.uniform(count) + 0.5, draw.uniform(count) - 0.5, draw.uniform(count) - 0.5), -1
     )
-    return tokens, (rows, prompts, lengths, factors)
+    where = (rows - 1) * 2  # every second row of the logits
+    return tokens, torch.stack((where, rows, prompts, lengths), -1), factors
 
 
 def penalties(query: SampleQuery, device: torch.device, seed: int) -> list[Case]:
     def body(op: Any, draw: _Draw, only: str) -> Tensors:
-        tokens, (rows, prompts, lengths, factors) = _sequences(draw, query)
+        tokens, sequences, factors = _sequences(draw, query)
         if only:
             factors[:, 0] = 1.0
         if only == "none":
             factors.zero_()[:, 0] = 1.0
-        where = torch.arange(len(rows), device=device) * 2
-        logits = draw.normal(2 * len(rows), query.vocab, scale=3.0)
+        logits = draw.normal(2 * len(sequences), query.vocab, scale=3.0)
         logits[:, 0] = -torch.inf
-        op(logits, tokens, where, rows, prompts, lengths, factors, 70)
+        op(logits, tokens, sequences, factors, 70)
         return (logits.nan_to_num(neginf=-1e9),)
 
     return [

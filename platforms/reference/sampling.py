@@ -61,13 +61,11 @@ def logprobs(
 def penalties(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    where: torch.Tensor,
-    rows: torch.Tensor,
-    prompts: torch.Tensor,
-    lengths: torch.Tensor,
+    sequences: torch.Tensor,
     factors: torch.Tensor,
     longest: int,
 ) -> None:
+    where, rows, prompts, lengths = sequences.unbind(1)
     own, text = logits[where], tokens[rows, :longest].long()
     vocab = logits.shape[1]
     repetition, frequency, presence = factors.unsqueeze(-1).unbind(1)  # [N, 1] each

@@ -106,7 +106,7 @@ def _sampling(runtime: Any) -> Iterator[Variant]:
 
 def _logits(runtime: Any) -> Iterator[Variant]:
     """What else is done to them: log-probabilities, penalties, masks."""
-    integers = ("rows", "prompts", "lengths", "where", "ids", "rank", "top_ids", "best")
+    integers = ("sequences", "where", "ids", "rank", "top_ids", "best")
     numbers = ("logits", "factors", "peaks", "sums", "own", "totals", "top_logprobs")
     pointers = {**dict.fromkeys(integers, "i64"), **dict.fromkeys(numbers, "fp32")}
     pointers |= dict.fromkeys(("tokens", "table", "allowed", "larger"), "i32")

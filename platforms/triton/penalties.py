@@ -23,22 +23,22 @@ BEHIND = tl.constexpr(2)
 
 
 @triton.jit
-def _tokens(tokens, rows, lengths, V, stride, BLOCK: tl.constexpr):
+def _tokens(tokens, sequences, V, stride, BLOCK: tl.constexpr):
     """A block of a sequence: positions, tokens, and which of them count."""
-    sequence = tl.program_id(1)
+    own = sequences + 4 * tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    within = at < tl.load(lengths + sequence)
-    row = tl.load(rows + sequence)
+    within = at < tl.load(own + 3)
+    row = tl.load(own + 1)
     token = tl.load(tokens + row * stride + at, mask=within, other=0)
     return at, token, within & (token >= 0) & (token < V)
 
 
 @triton.jit
-def count_kernel(tokens, rows, prompts, lengths, table, V, stride, BLOCK: tl.constexpr):
+def count_kernel(tokens, sequences, table, V, stride, BLOCK: tl.constexpr):
     """table[i, t]: BEHIND for each time that token t is behind the prompt, and 1 if it is in the prompt."""
-    at, token, within = _tokens(tokens, rows, lengths, V, stride, BLOCK)
+    at, token, within = _tokens(tokens, sequences, V, stride, BLOCK)
     place = table + tl.program_id(1).to(tl.int64) * V + token
-    behind = at >= tl.load(prompts + tl.program_id(1))
+    behind = at >= tl.load(sequences + 4 * tl.program_id(1) + 2)
     ones = tl.full([BLOCK], 1, tl.int32)
     tl.atomic_or(place, ones, mask=within & (behind == 0), sem="relaxed")
     tl.atomic_add(place, ones * BEHIND, mask=within & behind, sem="relaxed")
@@ -46,11 +46,10 @@ def count_kernel(tokens, rows, prompts, lengths, table, V, stride, BLOCK: tl.con
 
 @triton.jit
 def penalties_kernel(
-    logits, tokens, where, rows, lengths, factors, table, V, stride, stride_logits,
-    BLOCK: tl.constexpr,
+    logits, tokens, sequences, factors, table, V, stride, stride_logits, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Take each count once, and leave zero in its place."""
-    _, token, within = _tokens(tokens, rows, lengths, V, stride, BLOCK)
+    _, token, within = _tokens(tokens, sequences, V, stride, BLOCK)
     sequence = tl.program_id(1).to(tl.int64)
     nothing = tl.zeros([BLOCK], tl.int32)
     # "and" of nothing is an exchange that all compilers know
@@ -59,7 +58,7 @@ def penalties_kernel(
     repetition = tl.load(factors + 3 * sequence)
     frequency = tl.load(factors + 3 * sequence + 1)
     presence = tl.load(factors + 3 * sequence + 2)
-    place = logits + tl.load(where + sequence) * stride_logits + token
+    place = logits + tl.load(sequences + 4 * sequence) * stride_logits + token
     logit = tl.load(place, mask=first, other=0.0)
     divided = tl.div_rn(logit, tl.zeros([BLOCK], tl.float32) + repetition)
     logit = tl.where(logit > 0, divided, logit * repetition)
@@ -100,21 +99,18 @@ class Penalties:
         self,
         logits: torch.Tensor,
         tokens: torch.Tensor,
-        where: torch.Tensor,
-        rows: torch.Tensor,
-        prompts: torch.Tensor,
-        lengths: torch.Tensor,
+        sequences: torch.Tensor,
         factors: torch.Tensor,
         longest: int,
     ) -> None:
-        count, vocab = len(where), logits.shape[1]
+        count, vocab = len(sequences), logits.shape[1]
         if not count or not longest:
             return
         table = torch.zeros((count, vocab), dtype=torch.int32, device=logits.device)
         grid = (triton.cdiv(longest, self._block), count, 1)
         stride = tokens.stride(0)
-        self._count(grid, tokens, rows, prompts, lengths, table, vocab, stride)
-        tensors = (logits, tokens, where, rows, lengths, factors, table)
+        self._count(grid, tokens, sequences, table, vocab, stride)
+        tensors = (logits, tokens, sequences, factors, table)
         self._penalise(grid, *tensors, vocab, stride, logits.stride(0))
 
 
