@@ -111,6 +111,10 @@ class DeviceRuntime(ABC):
         """Bytes a second that all units together read from memory, measured now; 0 = not known."""
         return 0.0
 
+    def profiler_activity(self) -> Any:
+        """torch.profiler's activity that records this device's kernels; None where it knows none."""
+        return None
+
     def kernel_options(
         self, kernel: str, query: Any, options: Mapping[str, Any]
     ) -> Mapping[str, Any]:

@@ -268,6 +268,11 @@ class Ops:
             self._bound[key] = loaded[decision.chosen]
         return self._bound[key]
 
+    @property
+    def bound(self) -> Mapping[tuple[str, Any], Any]:
+        """What was bound so far, by op and query."""
+        return self._bound
+
     def can(self, op: str, query: Any) -> bool:
         """Whether `bind` would find an implementation that loads; nothing is recorded."""
         try:

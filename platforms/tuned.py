@@ -17,7 +17,7 @@ from typing import Any
 
 FORMAT = 1
 # What may be tuned. Everything else that a kernel is compiled for follows from the query.
-NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages")
 MOST = 1 << 16
 _DISTRIBUTIONS = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu")
 _IGNORED = frozenset({"scale"})  # fields of a query that no kernel is compiled for

@@ -232,19 +232,42 @@ def profile(
     url: Url = "",
     key: Key = "",
     requests: Annotated[
-        str, typer.Option(metavar="N,N", help="Requests in a step; a table each.")
+        str,
+        typer.Option(
+            metavar="N,N", help="Requests in a step; a table each.", rich_help_panel=_LOAD
+        ),
     ] = "1,4,16",
-    context: Annotated[int, typer.Option(help="Tokens that each request has.", min=1)] = 256,
+    context: Annotated[
+        int, typer.Option(help="Tokens that each request has.", rich_help_panel=_LOAD, min=0)
+    ] = 256,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Read so many tokens of each request's prompt instead of decoding.",
+            rich_help_panel=_LOAD,
+            min=0,
+        ),
+    ] = 0,
     json_file: JsonFile = "",
+    chrome_trace: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Write a trace for Perfetto, one for each number of requests.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = "",
     given: list[Given],
 ) -> None:
-    """Where a decode step's time goes, op by op, against the memory's bandwidth.
+    """Where a step's time goes, op by op and kernel by kernel, against memory's and arithmetic's limits; and what the
+    host does meanwhile.
 
-    [bold]headrace bench profile demo --requests 1,8[/bold]
+    [bold]headrace bench profile demo --requests 1,8 --chrome-trace trace.json[/bold]
     """
     from headrace.cli.bench import run
 
-    run.profile(run.Target(model, url, key, given), requests, context, json_file)
+    loads = [(count, context, prompt_tokens) for count in run.numbers("--requests", requests)]
+    run.profile(run.Target(model, url, key, given), loads, run.TraceOutput(json_file, chrome_trace))
 
 
 @bench.command(cls=Command)

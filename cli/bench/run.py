@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,12 @@ class Target:
     url: str
     key: str
     given: Sequence[Given]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOutput:
+    json_file: str = ""
+    chrome_trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,22 +217,39 @@ def perplexity(target: Target, file: str, sizes: tuple[int, int], json_file: str
     _write("bench perplexity", arguments, [found], Output(json_file))
 
 
-def profile(target: Target, requests: str, context: int, json_file: str) -> None:
-    """A table for each number of requests."""
-    from headrace.cli.bench.profile import grouped, summary, table
+def profile(target: Target, loads: Sequence[tuple[int, int, int]], output: TraceOutput) -> None:
+    """A table for each (requests, context, prompt)."""
+    from headrace.cli.bench import hosts
+    from headrace.cli.bench.profile import grouped, host_line, summary, table
+    from headrace.cli.bench.trace import chrome
 
-    results = []
-    with connect(target.model, target.url, target.key, target.given) as (api, _):
-        for count in numbers("--requests", requests):
-            step = api.get(f"/debug/step?requests={count}&context={context}")
+    results: list[dict[str, Any]] = []
+    console = Console()
+    with connect(target.model, target.url, target.key, target.given) as (api, name):
+        for requests, context, prompt in loads:
+            step = api.get(f"/debug/step?requests={requests}&context={context}&prompt={prompt}")
             rows = grouped(step)
-            Console().print(table(step, rows))
-            results.append({**summary(step), "ops": rows})
+            whole = summary(step, rows)
+            console.print(table(whole, rows))
+            console.print(host_line(whole), highlight=False)
+            if output.chrome_trace:
+                write_json(with_number(output.chrome_trace, len(results), len(loads)), chrome(step))
+            shares = None
+            if target.model and not prompt and hosts.can_be_seen():
+                shares = hosts.measure(api.where, name, step)
+                console.print(hosts.line(shares), highlight=False)
+            results.append({**whole, "processes": shares, "ops": rows})
     arguments = {
         "target": target.model or target.url or "the local server",
         "settings": [f"{row.flag.name}={row.value}" for row in target.given],
     }
-    _write("bench profile", arguments, results, Output(json_file))
+    _write("bench profile", arguments, results, Output(output.json_file))
+
+
+def with_number(path: str, index: int, count: int) -> str:
+    """ "trace.json" -> "trace-2.json" for the second of several."""
+    file = Path(path)
+    return path if count == 1 else str(file.with_name(f"{file.stem}-{index + 1}{file.suffix}"))
 
 
 def tune(model: str, given: Sequence[Given], plan: tuple[float, str], json_file: str) -> None:

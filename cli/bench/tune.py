@@ -94,7 +94,7 @@ def table(found: Sequence[Outcome]) -> Table:
     for one in found:
         subject = one.subject
         tried = f"{one.tried} of {len(subject.candidates)}"
-        cells = ["", "", "", tried, Text(one.note, style="yellow")]
+        cells: list[str | Text] = ["", "", "", tried, Text(one.note, style="yellow")]
         if one.now:
             options = ", ".join(f"{name} {value}" for name, value in (one.options or {}).items())
             gain = f"{1 - one.best / one.now:.0%}" if one.options else ""

@@ -1,28 +1,152 @@
-"""Where a decode step's time goes: one step captured with the head, replayed op by op."""
+"""Where a step's time goes. A load of its own is put on the runner, some of its steps run as the engine runs them, two
+in flight, and then its ops are told apart: by the graph where that can be done (a CPU's tape), else one by one by the
+host's clock, and on devices whose kernels torch's profiler records, by that: `ops` says then what each op has to do,
+and `trace` holds the kernels of the ops run one by one ("headrace op N") and of the steps ("headrace step N").
+"""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, record_function
 
 from headrace.engine.core.sampling import SamplingParams
+from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import StaticInputs, StepInputs
+from headrace.engine.runner.costs import attend
 from headrace.engine.runner.graphs import StaticBuffers
-from headrace.platforms.graph import GraphKey, OpTime
+from headrace.engine.runner.watch import (
+    MARK,
+    Call,
+    OpRow,
+    Spans,
+    on_host,
+    padded,
+    watched_ops,
+    watched_steps,
+)
+from headrace.platforms.graph import GraphKey
+from headrace.platforms.kv_layout import KVPlan
+from headrace.platforms.ops import Ops
 
 if TYPE_CHECKING:
     from headrace.engine.runner.runner import Runner
 
-REPEATS = 5  # medians are told
+REPEATS = 5  # of ops; medians are told
+# Steps before the clock starts: so many that sizes are captured by then.
+WARM = 6
+STEPS, SECONDS = (3, 32), 4.0  # steps that are timed: from, to, and about how long
+FILL_SECONDS = 20.0
+_KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
+_LAUNCHES = ("_runtime", "_driver")
+
+
+class Load:
+    """`requests` rows with `context` tokens that are in the cache, but for those that a step reads: one, or `prompt`
+    beyond the context. Blocks are shared where the cache is too small for all.
+    """
+
+    def __init__(
+        self, runner: Runner, kv: KVPlan, requests: int, context: int, prompt: int
+    ) -> None:
+        limits = runner.limits
+        if not 1 <= requests <= limits.max_num_seqs:
+            raise ValueError(f"requests must be from 1 to {limits.max_num_seqs}, not {requests}")
+        most = limits.max_model_len - 1 - prompt
+        if not (0 if prompt else 1) <= context <= most:
+            raise ValueError(f"context must be from 1 to {most}, not {context}")
+        if requests * prompt > limits.max_num_batched_tokens:
+            raise ValueError(
+                f"requests x prompt is {requests * prompt}, more than the {limits.max_num_batched_tokens} tokens of a "
+                "step; raise --max-num-batched-tokens"
+            )
+        self._runner, self._kv, self.requests, self.prompt = runner, kv, requests, prompt
+        self.known = context + prompt
+        self.cached = self.known - (prompt or 1)
+        vocab = runner.model.spec.vocab
+        self._tokens = np.random.default_rng(0).integers(0, vocab, (requests, self.known), np.int32)
+
+    def fill(self) -> int:
+        """Compute the contexts, of as many rows as time allows; the others look at the same blocks. Their number."""
+        most, row, end = (
+            self._runner.limits.max_num_batched_tokens,
+            0,
+            time.perf_counter() + FILL_SECONDS,
+        )
+        while row < self.requests and (row == 0 or time.perf_counter() < end):
+            rows = np.arange(row, min(self.requests, row + max(1, most // max(self.cached, 1))))
+            new, done = self._entries(rows, self.requests), 0
+            while done < self.cached:
+                count = min(self.cached - done, most // len(rows))
+                self._run(self._plan(rows, done, count, *new, sample=False))
+                new, done = ([], _NO_BLOCKS), done + count
+            row = int(rows[-1]) + 1
+        self._run(self.step(0, *self._entries(np.arange(self.requests), row)))
+        return row
+
+    def step(
+        self, number: int, new: list[NewRow] | None = None, blocks: np.ndarray | None = None
+    ) -> StepPlan:
+        """Step `number` of a decode follows the one before it; of a prompt, all are the same."""
+        last = self._runner.limits.max_model_len - 1
+        cached = self.cached if self.prompt else min(self.cached + number, last)
+        count, blocks = self.prompt or 1, _NO_BLOCKS if blocks is None else blocks
+        return self._plan(np.arange(self.requests), cached, count, new or [], blocks, sample=True)
+
+    def _run(self, plan: StepPlan) -> None:
+        self._runner.launch(plan).result()
+
+    def _plan(
+        self,
+        rows: np.ndarray,
+        done: int,
+        count: int,
+        new: list[NewRow],
+        blocks: np.ndarray,
+        *,
+        sample: bool,
+    ) -> StepPlan:
+        size = len(rows)
+        return StepPlan(
+            step_id=-1,
+            rows=rows.astype(np.int32),
+            num_computed=np.full(size, done, np.int32),
+            num_new=np.full(size, count, np.int32),
+            sample=np.full(size, sample, np.bool_),
+            num_decode=size if sample and count == 1 else 0,
+            new_rows=new,
+            block_updates=blocks,
+        )
+
+    def _entries(self, rows: np.ndarray, own: int) -> tuple[list[NewRow], np.ndarray]:
+        """What enters the rows: tokens, and blocks as row r modulo `own` has them."""
+        greedy = SamplingParams(temperature=0.0)
+        new = [NewRow(int(r), "", self._tokens[r].tobytes(), self.known, greedy) for r in rows]
+        length = min(self.known + WARM + STEPS[1], self._runner.limits.max_model_len)
+        index = np.arange(-(-length // self._kv.block_size))
+        updates = []
+        for group, pool in enumerate(self._kv.groups):
+            block = 1 + ((rows % own)[:, None] * len(index) + index) % (pool.num_blocks - 1)
+            row = np.broadcast_to(rows[:, None], block.shape)
+            places = (np.full(block.shape, group), row, np.broadcast_to(index, block.shape), block)
+            updates.append(np.stack(places, axis=-1).reshape(-1, 4))
+        return new, np.concatenate(updates).astype(np.int32)
+
+
+_NO_BLOCKS = np.zeros((0, 4), np.int32)
 
 
 class _WithHead:
-    """A decode step from token ids to logits, over inputs of fixed address."""
+    """A step from token ids to logits, over inputs of fixed address."""
 
     def __init__(self, model: Model, inputs: StepInputs, device: torch.device) -> None:
         self._model, self._inputs = model, inputs
@@ -34,56 +158,191 @@ class _WithHead:
     def __call__(self) -> None:
         inputs = self._inputs
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._context)
-        self._model.logits(hidden)
+        view = inputs.view
+        if view.num_decode_reqs < view.num_reqs:
+            hidden = hidden.index_select(0, inputs.sample.logit_index)
+        self._model.logits(hidden[: view.num_reqs])
 
 
-def profile_decode(runner: Runner, requests: int, context: int) -> dict[str, Any]:
-    """A step of `requests` requests, each of `context` tokens that all lie in the one block that belongs to nobody.
+def profile_step(
+    runner: Runner, ops: Ops, kv: KVPlan, requests: int, context: int, prompt: int = 0
+) -> dict[str, Any]:
+    """A step of `requests` requests, each of `context` tokens, that reads the last one of each or `prompt` more.
 
-    ops: (op, detail, weight bytes, seconds) in order; step_s: a whole step with sampling; bandwidth: bytes a second
-    that the device reads at most, 0 where it is not known. ValueError when it cannot be had.
+    Rows and cache are overwritten: nothing else may be in them. step_s: from one step to the next, two in flight; host:
+    processor seconds of this thread in it, by part, and as "wait" the seconds until the device is ready; ops: (op,
+    detail, bytes, operations, seconds, 0 where the trace says it) in order; bandwidth: bytes a second that are read,
+    multiply: operations a second of a large product, both measured; filled: requests with a context of their own.
+    ValueError when it cannot be had.
     """
-    limits, runtime = runner.limits, runner.runtime
-    if not 1 <= requests <= limits.max_num_seqs:
-        raise ValueError(f"requests must be from 1 to {limits.max_num_seqs}, not {requests}")
-    if not 1 <= context < limits.max_model_len:
-        raise ValueError(f"context must be from 1 to {limits.max_model_len - 1}, not {context}")
-    plan = runner.dummy_plan([1] * requests, SamplingParams(temperature=0.0))
-    plan = msgspec.structs.replace(plan, num_computed=plan.num_computed + (context - 1))
-    steps = [_timed(runner, plan) for _ in range(REPEATS)]
-    device = runtime.device
+    load = Load(runner, kv, requests, context, prompt)
+    activity = runner.runtime.profiler_activity()
+    try:
+        filled = load.fill()
+        spans = Spans()
+        numbers = _steps(runner, load, spans)
+        rows: list[OpRow] = []
+        trace: list[dict[str, Any]] = []
+        if activity is not None:
+            rows, trace = _traced(runner, ops, load, numbers, activity)
+        else:
+            rows = ([] if prompt else _taped(runner, load)) or _clocked(runner, ops, load)
+        return {
+            "requests": requests,
+            "context": context,
+            "prompt": prompt,
+            "filled": filled,
+            "steps": len(numbers),
+            "max_model_len": runner.limits.max_model_len,
+            "step_s": spans.step(),
+            "host": spans.parts(),
+            "on_host": on_host(runner),
+            "spans": spans.rows,
+            "bandwidth": runner.runtime.read_bandwidth() or _read_rate(runner),
+            "multiply": _multiply_rate(runner),
+            "ops": rows,
+            "trace": trace,
+        }
+    finally:
+        runner.reset()
+
+
+def _steps(runner: Runner, load: Load, spans: Spans) -> range:
+    """Run steps as the engine does, two in flight; the numbers of those that were timed."""
+    for number in range(WARM):
+        runner.launch(load.step(number)).result()
+    began = time.perf_counter()
+    runner.launch(load.step(WARM)).result()
+    took = time.perf_counter() - began
+    numbers = range(WARM, WARM + max(STEPS[0], min(STEPS[1], int(SECONDS / took))))
+    with watched_steps(runner, spans):
+        in_flight(runner, load, numbers, spans)
+    return numbers
+
+
+def in_flight(runner: Runner, load: Load, numbers: range, spans: Spans) -> None:
+    pending = None
+    for number in numbers:
+        plan = load.step(number)
+        with spans.span("step"), record_function(f"{MARK}step {number}"):
+            following = runner.launch(plan)
+        if pending is not None:
+            spans.result(pending)
+        pending = following
+    if pending is not None:
+        spans.result(pending)
+
+
+def _inputs(runner: Runner, load: Load) -> StepInputs:
+    """Of the step that was last: its tokens and blocks are in place. A decode as graphs have it, padded."""
+    plan, device = load.step(WARM), runner.runtime.device
+    if load.prompt:
+        assert runner._builder is not None, "init_kv comes first"
+        return runner._builder.build(plan)
+    size = padded(runner, load.requests)
     static = StaticInputs(
-        torch.zeros(requests, dtype=torch.int32, device=device),
-        [table.new_zeros((requests, table.shape[1])) for table in runner.rows.tables],
+        torch.zeros(size, dtype=torch.int32, device=device),
+        [table.new_zeros((size, table.shape[1])) for table in runner.rows.tables],
     )
+    return runner.inputs(plan, size, static)
+
+
+def _taped(runner: Runner, load: Load) -> list[OpRow]:
+    """By a graph whose ops can be replayed one by one; none where it cannot."""
+    device, backend = runner.runtime.device, runner.runtime.graphs()
     with torch.inference_mode(), runner.on_stream():
-        inputs = runner.inputs(plan, requests, static)
-        backend = runtime.graphs()
+        inputs = _inputs(runner, load)
         with backend.session():
             body = _WithHead(runner.model, inputs, device)
-            key = GraphKey("profile", requests, requests)
+            key = GraphKey("profile", load.requests, load.requests)
             graph = backend.capture(key, body, inputs.view.host_args())
         runs = [graph.profile() for _ in range(REPEATS)]
         graph.release()
-    if not runs[0]:
-        raise ValueError(
-            "a step of this model is not a list of native calls on this device, so its ops cannot be told apart"
-        )
-    return {
-        "requests": requests,
-        "context": context,
-        "step_s": median(steps),
-        "bandwidth": runtime.read_bandwidth(),
-        "ops": [_middle(times) for times in zip(*runs, strict=True)],
-    }
+    impls, rows = iter(runner.model.attention_impls), []
+    for row in zip(*runs, strict=True):
+        first, seconds = row[0], median(one.seconds for one in row)
+        nbytes = first.weight_bytes
+        if first.op == "attention" and (impl := next(impls, None)):  # once a layer, in order
+            nbytes = attend(impl.query, inputs.view, load.requests).nbytes
+        rows.append((first.op, first.detail, nbytes, 0, seconds))
+    return rows
 
 
-def _timed(runner: Runner, plan: Any) -> float:
-    began = time.perf_counter()
-    runner.launch(plan).result()
-    return time.perf_counter() - began
+def _one_by_one(
+    runner: Runner, ops: Ops, load: Load, activity: ProfilerActivity | None
+) -> list[Call]:
+    """Every op of a step by itself, and how long the host took for it: the device too, where no profiler sees it."""
+    with torch.inference_mode(), runner.on_stream():
+        inputs = _inputs(runner, load)
+        body = _WithHead(runner.model, inputs, runner.runtime.device)
+        body()
+        runner.runtime.synchronize()
+        settle = runner.runtime.synchronize if activity is None else None
+        with watched_ops(runner.model, ops, inputs.view, settle) as calls:
+            body()
+        runner.runtime.synchronize()
+    return calls
 
 
-def _middle(times: tuple[OpTime, ...]) -> tuple[str, str, int, float]:
-    first = times[0]
-    return first.op, first.detail, first.weight_bytes, median(row.seconds for row in times)
+def _clocked(runner: Runner, ops: Ops, load: Load) -> list[OpRow]:
+    runs = [_one_by_one(runner, ops, load, None) for _ in range(REPEATS)]
+    return [row[0].plain(median(call.seconds for call in row)) for row in zip(*runs, strict=True)]
+
+
+def _traced(
+    runner: Runner, ops: Ops, load: Load, numbers: range, activity: ProfilerActivity
+) -> tuple[list[OpRow], list[dict[str, Any]]]:
+    """The ops, and the profiler's events of them and of the steps."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, activity]) as taken:
+        calls = _one_by_one(runner, ops, load, activity)
+        with watched_steps(runner, Spans()):
+            in_flight(runner, load, numbers, Spans())
+        runner.runtime.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        taken.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    kept = [_short(event) for event in events if _matters(event)]
+    return [call.plain(0.0) for call in calls], kept
+
+
+def _matters(event: dict[str, Any]) -> bool:
+    kind = event.get("cat", "")
+    if event.get("ph") != "X" or (kind == _KINDS[-1] and not event["name"].startswith(MARK)):
+        return False
+    return kind in _KINDS or (kind.endswith(_LAUNCHES) and "correlation" in event.get("args", {}))
+
+
+def _short(event: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: event[name] for name in ("ph", "cat", "ts", "dur", "pid", "tid")}
+    args = event.get("args", {})
+    kept["args"] = {name: args[name] for name in ("correlation", "stream") if name in args}
+    return {**kept, "name": event["name"][:200]}
+
+
+def _read_rate(runner: Runner) -> float:
+    """Bytes a second of a sum over memory that no cache holds."""
+    runtime = runner.runtime
+    nbytes = min(1 << 30, runtime.memory().free // 4)
+    x = torch.ones(max(nbytes // 4, 1), device=runtime.device)
+    return 4 * x.numel() / _best(runner, lambda: x.sum())
+
+
+def _multiply_rate(runner: Runner) -> float:
+    """Operations a second of a product in the model's dtype, large enough to fill the device."""
+    size, device = (1024 if on_host(runner) else 8192), runner.runtime.device
+    dtype = getattr(torch, runner.model.attention_impls[0].query.dtype)
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _best(runner, lambda: a @ b.t())
+
+
+def _best(runner: Runner, call: Callable[[], Any]) -> float:
+    times = []
+    with torch.inference_mode():
+        for _ in range(REPEATS):
+            runner.runtime.synchronize()
+            began = time.perf_counter()
+            call()
+            runner.runtime.synchronize()
+            times.append(time.perf_counter() - began)
+    return min(times)

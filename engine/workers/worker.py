@@ -18,7 +18,7 @@ from headrace.engine.core.step import StepPlan
 from headrace.engine.kv_cache.plan import make_kv_plan
 from headrace.engine.models.base import BuildContext, Model
 from headrace.engine.models.registry import build_model
-from headrace.engine.runner.profile import profile_decode
+from headrace.engine.runner.profile import profile_step
 from headrace.engine.runner.runner import PendingStep, Runner, RunnerLimits
 from headrace.engine.runner.sampler import SamplingOps
 from headrace.engine.weights.layout import tensor_shapes
@@ -163,6 +163,7 @@ class Worker:
     def init_kv(self, plan: Any) -> None:
         plan = msgspec.convert(plan, KVPlan)
         self._report("kv", 0, plan.total_bytes, "KV cache")
+        self._kv = plan
         self._runner.init_kv(plan)
         self._sleeper = Sleeper(self._runtime, self._runner, plan, self._reload)
 
@@ -216,9 +217,9 @@ class Worker:
             taken.export_chrome_trace(f"{path}.{self.setup.rank}" if self.setup.world > 1 else path)
         return taken.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
 
-    def profile_step(self, requests: int, context: int) -> dict[str, Any]:
-        """Where a decode step's time goes, op by op; see runner/profile.py."""
-        return profile_decode(self._runner, requests, context)
+    def profile_step(self, requests: int, context: int, prompt: int = 0) -> dict[str, Any]:
+        """Where a step's time goes, op by op; see runner/profile.py. What rows and cache held is lost."""
+        return profile_step(self._runner, self._ops, self._kv, requests, context, prompt)
 
     def sleep(self, level: int) -> dict[str, Any]:
         """Give memory back; see sleep.py."""

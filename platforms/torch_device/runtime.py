@@ -89,6 +89,9 @@ class TorchRuntime(DeviceRuntime):
     def allocator(self) -> DeviceAllocator:
         return self._allocator
 
+    def profiler_activity(self) -> Any:
+        return getattr(torch.profiler.ProfilerActivity, self.device_type.upper(), None)
+
     def close(self) -> None:
         self._graphs = None
         for tag in self._allocator.stats():

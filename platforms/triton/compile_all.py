@@ -208,6 +208,23 @@ def _linear(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
             if options["WHOLE"] or not norm:
                 kernel = linear_kernels.gated_row_kernel
                 yield Variant(f"gated row {label}", kernel, pointers, scalars, options)
+        yield from _few_rows(query, f"{short} {out}x{width}", runtime)
+
+
+def _few_rows(query: LinearQuery, label: str, runtime: Any) -> Iterator[Variant]:
+    """Where nothing was measured the library does these products: then as a device would begin to tune them."""
+    if query.dtype == "float32" or (query.in_features, query.out_features) != LINEAR[0]:
+        return  # all are alike but for N
+    pointers = dict.fromkeys(("x", "w", "bias", "y"), DTYPES[query.dtype])
+    pointers |= {"partial": "fp32", "done": "i32"}
+    scalars = dict.fromkeys(("M", "stride_x", "stride_y", "K", "stride_w"), "i32")
+    for rows in linear.FEW_ROWS:
+        options = linear.few_options(query, runtime, rows)
+        for splits in (1, 4):
+            chosen = {**options, "SPLITS": splits, "KIND": ""}
+            chosen["BLOCK_N"] = options["BLOCK_N"] or 64
+            text = f"few rows {label} {rows} rows, {splits} parts"
+            yield Variant(text, linear_kernels.few_rows_kernel, pointers, scalars, chosen)
 
 
 def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
@@ -238,7 +255,7 @@ def _routing(runtime: Any) -> Iterator[Variant]:
     """The router and the sort: alike for all dtypes."""
     pointers = {"logits": "fp32", "weights": "fp32"}
     pointers |= dict.fromkeys(("ids", "counts", "order", "tiles"), "i32")
-    scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m"), "i32")
+    scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m", "M"), "i32")
     for count, top_k, hidden, size in EXPERTS:
         options = routing.options(RouterQuery(count, top_k, True), runtime)
         kernel = routing.topk_softmax_kernel

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Protocol
 
@@ -44,6 +45,13 @@ _PRODUCT = {"BLOCK_K": (64, 128), "num_warps": (4, 8), "num_stages": _STAGES}
 SPACES: Mapping[str, Mapping[str, Sequence[int]]] = {
     "row": _ROW,
     "gated_row": _ROW,
+    "few_rows": {
+        "BLOCK_N": (32, 64, 128),
+        "BLOCK_K": (64, 128),
+        "SPLITS": (1, 2, 4, 8),
+        "num_warps": (4, 8),
+        "num_stages": (3, 4),
+    },
     "experts_gate_up": {"BLOCK_N": (32, 64, 128), **_PRODUCT},
     "experts_down": {"BLOCK_N": (64, 128, 256), **_PRODUCT},
     "experts_gate_up_row": _ROW,
@@ -157,7 +165,7 @@ def subjects(queries: Iterable[tuple[str, Any]], runtime: DeviceRuntime) -> list
             made += _linears(query, runtime, query.out_features / 2 in halves)
         elif op == "fused_experts":
             made += _experts(query, runtime)
-        elif op == "paged_attention":
+        elif op == "paged_attention" and not query.latent:
             made += _attentions(query, runtime)
     return list({subject.key: subject for subject in made}.values())
 
@@ -239,8 +247,8 @@ def _alike(result: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 def _found(
     op: Any, query: Any, runtime: DeviceRuntime, kernels: Sequence[str]
-) -> Iterator[tuple[str, str, Values, list[Values]]]:
-    """(kernel, key, options in use, candidates) of what the op asks for when it is made."""
+) -> Iterator[dict[str, Any]]:
+    """Kernel, key, options in use and candidates, as Subject has them, of what the op asks for when it is made."""
     watched = _Runtime(runtime, runtime.tuned)
     op(query, watched)
     for kernel, asked, given, wanted in watched.asked:
@@ -250,7 +258,8 @@ def _found(
         current = {**wanted, **runtime.tuned.get(key, {})}
         space = {name: values for name, values in SPACES[kernel].items() if name in current}
         candidates = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
-        yield kernel, key, {name: current[name] for name in space}, candidates
+        used = {name: current[name] for name in space}
+        yield {"kernel": kernel, "key": key, "current": used, "candidates": candidates}
 
 
 def _copies(nbytes: int) -> int:
@@ -258,28 +267,33 @@ def _copies(nbytes: int) -> int:
 
 
 def _linears(query: LinearQuery, runtime: DeviceRuntime, gated: bool) -> Iterator[Subject]:
-    """With one row, as a step of one request has it."""
+    """With one row, as a step of one request has it, and with few, where the library may be faster."""
     dtype, device = getattr(torch, query.dtype), runtime.device
     shape = (query.out_features, query.in_features)
 
-    def operands() -> Any:
+    def operands(rows: int) -> Any:
         count = _copies(shape[0] * shape[1] * dtype.itemsize)
         weights = [torch.randn(shape, dtype=dtype, device=device) for _ in range(count)]
         bias = torch.randn(shape[0], dtype=dtype, device=device) if query.bias else None
-        return torch.randn(1, shape[1], dtype=dtype, device=device), weights, bias
+        return torch.randn(rows, shape[1], dtype=dtype, device=device), weights, bias
 
     def rows(changed: Any, operands: Any) -> list[Call]:
         (x, weights, bias), op = operands, TritonLinear(query, changed)
-        return [lambda w=w: op(x, (w, bias)) for w in weights]  # type: ignore[misc]
+        return [partial(op, x, (w, bias)) for w in weights]
 
     def gated_rows(changed: Any, operands: Any) -> list[Call]:
         (x, weights, bias), op = operands, TritonLinear(query, changed)
-        return [lambda w=w: op.gated(x, (w, bias), "silu") for w in weights]  # type: ignore[misc]
+        return [partial(op.gated, x, (w, bias), "silu") for w in weights]
 
     name = "gated_row" if gated else "row"
-    for kernel, *found in _found(TritonLinear, query, runtime, (name,)):
-        make = gated_rows if gated else rows
-        yield Subject(kernel, f"{shape[1]} -> {shape[0]}", "1 token", *found, operands, make)
+    make, text = gated_rows if gated else rows, f"{shape[1]} -> {shape[0]}"
+    for found in _found(TritonLinear, query, runtime, (name,)):
+        drawn = partial(operands, 1)
+        yield Subject(shape=text, load="1 token", operands=drawn, make=make, **found)
+    for found in _found(TritonLinear, query, runtime, ("few_rows",)):
+        count = int(found["key"].rpartition("BLOCK_M=")[2])
+        drawn = partial(operands, count)
+        yield Subject(shape=text, load=f"{count} tokens", operands=drawn, make=rows, **found)
 
 
 def _experts(query: ExpertsQuery, runtime: DeviceRuntime) -> Iterator[Subject]:
@@ -299,20 +313,22 @@ def _experts(query: ExpertsQuery, runtime: DeviceRuntime) -> Iterator[Subject]:
         return x, chosen, packed
 
     def make(changed: Any, operands: Any) -> list[Call]:
-        (x, chosen, packed), op = operands, TritonExperts(query, changed)
-        return [lambda c=c: op(x, *c, packed) for c in chosen]  # type: ignore[misc]
+        x, chosen, packed = operands
+        op: Any = TritonExperts(query, changed)
+        return [partial(op, x, *c, packed) for c in chosen]
 
     shape = f"{query.top_k} of {query.experts}, {hidden} x {size}"
     names = ("experts_gate_up_row", "experts_down_row")
-    for kernel, *found in _found(TritonExperts, query, runtime, names):
-        yield Subject(kernel, shape, "1 token", *found, lambda: operands(1), make)
-    heights = dict.fromkeys(("experts_gate_up", "experts_down"), experts.tile_sizes(query))
-    for kernel, key, *found in _found(TritonExperts, query, runtime, tuple(heights)):
-        rows = next(rows for rows in heights[kernel] if key.endswith(f" BLOCK_M={rows}"))
+    one = partial(operands, 1)
+    for found in _found(TritonExperts, query, runtime, names):
+        yield Subject(shape=shape, load="1 token", operands=one, make=make, **found)
+    for found in _found(TritonExperts, query, runtime, ("experts_gate_up", "experts_down")):
+        rows = int(found["key"].rpartition("BLOCK_M=")[2])
         tokens = max(2, min(MOST_TOKENS, rows * query.experts // query.top_k))
         if experts.tile_rows(query, tokens) == rows:
-            drawn = lambda tokens=tokens: operands(tokens)  # noqa: E731
-            yield Subject(kernel, shape, f"{tokens} tokens", key, *found, drawn, make)
+            drawn = partial(operands, tokens)
+            load = f"{tokens} tokens"
+            yield Subject(shape=shape, load=load, operands=drawn, make=make, **found)
 
 
 def _attentions(query: AttentionQuery, runtime: DeviceRuntime) -> Iterator[Subject]:
@@ -337,16 +353,17 @@ def _attentions(query: AttentionQuery, runtime: DeviceRuntime) -> Iterator[Subje
         return made
 
     def make(changed: Any, operands: Any) -> list[Call]:
-        op, calls = TritonAttention(query, changed), []
+        op: Any = TritonAttention(query, changed)
+        calls: list[Call] = []
         for q, pairs, batch in operands:
             plan = op.plan(batch, 0)
-            calls += [lambda p=p, q=q, plan=plan: op.attend(q, *p, plan) for p in pairs]  # type: ignore[misc]
+            calls += [partial(op.attend, q, *pair, plan) for pair in pairs]
         return calls
 
     shape = f"{query.q_heads}/{query.kv_heads} x {query.head_dim}"
     shape += f", window {query.window}" if query.window else ""
     for kernel, loads in (("decode", DECODES), ("prefill", (PREFILL,))):
         text = ", ".join(f"{count} x {keys:,}" for count, keys, _ in loads)
-        for name, *found in _found(TritonAttention, query, runtime, (kernel,)):
-            drawn = lambda loads=loads: operands(loads)  # noqa: E731
-            yield Subject(name, shape, text, *found, drawn, make)
+        for found in _found(TritonAttention, query, runtime, (kernel,)):
+            drawn = partial(operands, loads)
+            yield Subject(shape=shape, load=text, operands=drawn, make=make, **found)

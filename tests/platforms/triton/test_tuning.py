@@ -156,6 +156,7 @@ def test_subjects_of_a_model():
     made = subjects(queries, runtime)
     kernels = [one.kernel for one in made]
     assert kernels.count("row") == kernels.count("gated_row") == 1
+    assert kernels.count("few_rows") == 2 * 4
     assert kernels.count("experts_gate_up") == kernels.count("experts_down") == 4
     assert {"decode", "prefill", "experts_gate_up_row", "experts_down_row"} <= set(kernels)
     assert "rms_norm" not in kernels and len({one.key for one in made}) == len(made)
@@ -169,13 +170,15 @@ def test_subjects_of_a_model():
 def test_what_was_tuned_is_what_a_start_takes_and_the_next_tuning_begins_from():
     query = LinearQuery(4096, 6144, "bfloat16")
     runtime: Any = Runtime()
-    (before,) = subjects([("linear", query)], runtime)
+    before, *few = subjects([("linear", query)], runtime)
     options = {"BLOCK_N": 8, "BLOCK_K": 512, "num_warps": 2}
     assert before.current != options and options in before.candidates
     runtime.tuned = {before.key: options}
     assert options.items() <= row_options(query, runtime).items()
-    (after,) = subjects([("linear", query)], runtime)
+    after = subjects([("linear", query)], runtime)[0]
     assert (after.key, after.current) == (before.key, options)
+    assert few[0].current["BLOCK_N"] == 0  # the library's
+    assert all(one["BLOCK_N"] and one["SPLITS"] for one in few[0].candidates)
 
 
 def test_every_space_is_of_names_that_a_file_may_hold():
@@ -191,7 +194,7 @@ tuning.READ_BYTES = tuning.CALLS = tuning.REPLAYS = tuning.ROUNDS = 1
 tuning.SPACES = {"row": {"BLOCK_N": (2, 4), "BLOCK_K": (32, 64)}}
 runtime = CpuPlatform().open(CpuPlatform.probe()[0])
 asked = tuning.subjects([("linear", LinearQuery(64, 16, "float32"))], runtime)
-(found,) = tuning.tune(asked, runtime, tuning.GraphTimer(runtime), 60)
+(found,) = tuning.tune(asked[:1], runtime, tuning.GraphTimer(runtime), 60)
 assert found.now > 0 and found.tried >= 3 and not found.note, found
 """
 

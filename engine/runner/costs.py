@@ -1,0 +1,92 @@
+"""What an op has to do at least: bytes that it must read and write, operations. For profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.weights.ggml_types import GGML_TYPES
+from headrace.platforms.batch import BatchView
+from headrace.platforms.queries import AttentionQuery, EmbeddingQuery, ExpertsQuery, LinearQuery
+
+_BLOCKS = {kind.name: kind for kind in GGML_TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    detail: str = ""  # sizes and storage
+    nbytes: int = 0
+    operations: int = 0
+
+
+def cost(query: Any, method: str, args: tuple[Any, ...], view: BatchView) -> Cost:
+    """Of one call of the op bound for `query`, by its arguments and, for attention, the step's lengths."""
+    tokens = args[0].shape[0]
+    if isinstance(query, LinearQuery):
+        return _linear(query, method, tokens)
+    if isinstance(query, ExpertsQuery):
+        return _experts(query, args[2], tokens)
+    if isinstance(query, EmbeddingQuery):
+        return Cost(query.scheme, 2 * stored(tokens * query.hidden, query.dtype))
+    if isinstance(query, AttentionQuery) and method == "attend":
+        return attend(query, view, tokens)
+    if isinstance(query, AttentionQuery):  # what is turned or written lies beside the caches
+        tensors = list(args[:2] if method == "write" else args[:3])
+    else:
+        tensors = [one for one in args if isinstance(one, torch.Tensor) and len(one) == tokens]
+    size = sum(2 * one.nbytes for one in tensors)  # read, and as much written
+    return Cost(method, size)
+
+
+def stored(values: int, scheme: str) -> int:
+    """Bytes of so many numbers in a dtype or a quantization."""
+    if scheme in _BLOCKS:
+        return values // _BLOCKS[scheme].block * _BLOCKS[scheme].size
+    return values * getattr(torch, _DTYPES.get(scheme, scheme)).itemsize
+
+
+_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
+
+
+def _linear(query: LinearQuery, method: str, tokens: int) -> Cost:
+    size, features = query.in_features, query.out_features
+    scheme = query.scheme or query.dtype
+    written = tokens * (features // 2 if method == "gated" else features)
+    nbytes = stored(size * features, scheme) + stored(tokens * size + written, query.dtype)
+    label = f"{size}x{features} {scheme}{' ' * bool(method)}{method}"
+    return Cost(label, nbytes, 2 * tokens * size * features)
+
+
+def _experts(query: ExpertsQuery, ids: torch.Tensor, tokens: int) -> Cost:
+    used = int(ids.unique().numel())
+    numbers = used * query.hidden * query.intermediate
+    nbytes = stored(2 * numbers, query.scheme or query.dtype)
+    nbytes += stored(numbers, query.down_scheme or query.dtype)
+    nbytes += stored(2 * tokens * query.hidden, query.dtype)
+    operations = 6 * tokens * query.top_k * query.hidden * query.intermediate
+    return Cost(
+        f"{query.top_k} of {query.experts}, {query.hidden}x{query.intermediate}", nbytes, operations
+    )
+
+
+def attend(query: AttentionQuery, view: BatchView, tokens: int) -> Cost:
+    """Of attention over the cache, with `tokens` queries: the keys and values that they see, each read once."""
+    lengths = view.seq_lens_host[: view.num_reqs].astype(np.int64)
+    new = np.diff(view.query_start_loc_host[: view.num_reqs + 1]).astype(np.int64)
+    window = query.window or int(lengths.max())
+    read = np.minimum(lengths, window + new - 1).sum()
+    # a query sees what is before it and itself
+    seen = np.concatenate(
+        [np.arange(end - count + 1, end + 1) for end, count in zip(lengths, new, strict=True)]
+    )
+    pairs = int(np.minimum(seen, window).sum())
+    wide = query.head_dim + query.v_head_dim
+    kept = query.head_dim if query.latent else wide
+    nbytes = stored(int(read) * query.kv_heads * kept, query.kv_dtype)
+    nbytes += stored(tokens * query.q_heads * wide, query.dtype)
+    label = f"{query.q_heads}/{query.kv_heads}x{query.head_dim}"
+    label += f" window {query.window}" if query.window else ""
+    return Cost(label, nbytes, 2 * pairs * query.q_heads * wide)

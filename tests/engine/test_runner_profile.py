@@ -1,0 +1,109 @@
+"""A step's profile: what each op has to do, which ops a step has, that nothing of it stays, and when it is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.engine.runner.costs import Cost, cost, stored
+from headrace.engine.workers.executor import CallFailed
+from headrace.platforms.queries import (
+    ActivationQuery,
+    AttentionQuery,
+    EmbeddingQuery,
+    ExpertsQuery,
+    LinearQuery,
+)
+from tests.engine.driver import LocalEngine, greedy
+from tests.engine.tiny_models import make_tiny
+
+PROMPT = [7, 3, 5, 8, 2, 9, 4] * 5
+
+
+def view(*lengths: tuple[int, int]) -> SimpleNamespace:
+    """Of requests with (length, new tokens)."""
+    starts = np.cumsum([0, *(new for _, new in lengths)]).astype(np.int32)
+    return SimpleNamespace(
+        num_reqs=len(lengths),
+        seq_lens_host=np.array([length for length, _ in lengths], np.int32),
+        query_start_loc_host=starts,
+    )
+
+
+def test_costs():
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    linear = LinearQuery(64, 96, "bfloat16")
+    assert cost(linear, "", (x,), view()) == Cost(
+        "64x96 bfloat16", 2 * (64 * 96 + 3 * (64 + 96)), 2 * 3 * 64 * 96
+    )
+    assert cost(linear, "gated", (x,), view()).nbytes == 2 * (64 * 96 + 3 * (64 + 48))
+    assert stored(64, "Q4_0") == 36 and stored(64, "fp8_e4m3") == 64
+    ids = torch.tensor([[0, 1], [1, 2], [1, 0]])
+    experts = ExpertsQuery(8, 2, 64, 32, "bfloat16")
+    found = cost(experts, "", (x, torch.ones(3, 2), ids), view())
+    assert found.nbytes == 2 * (3 * 3 * 64 * 32 + 2 * 3 * 64)  # three experts are needed
+    assert found.operations == 6 * 3 * 2 * 64 * 32
+    table = torch.zeros(1000, 64)
+    embedding = EmbeddingQuery(1000, 64, "bfloat16")
+    assert cost(embedding, "", (torch.zeros(3), table), view()).nbytes == 2 * 2 * 3 * 64
+    assert cost(ActivationQuery(64, "bfloat16"), "", (x,), view()).nbytes == 2 * x.nbytes
+
+
+def test_costs_of_attention():
+    query = AttentionQuery(4, 2, 16, 16, "bfloat16", "int8", 0.25)
+    q = torch.zeros(5, 4, 16)
+    found = cost(query, "attend", (q,), view((10, 1), (8, 4)))
+    # every key and value once; queries and results
+    assert found.nbytes == (10 + 8) * 2 * 32 + 2 * 5 * 4 * 32
+    assert found.operations == 2 * (10 + 5 + 6 + 7 + 8) * 4 * 32
+    window = AttentionQuery(4, 2, 16, 16, "bfloat16", "int8", 0.25, window=3)
+    found = cost(window, "attend", (q,), view((10, 1), (8, 4)))
+    assert found.nbytes == (3 + 6) * 2 * 32 + 2 * 5 * 4 * 32
+    assert found.operations == 2 * (5 * 3) * 4 * 32
+    k = torch.zeros(5, 2, 16)
+    assert cost(query, "write", (k, k, None, None), view()).nbytes == 4 * k.nbytes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    make_tiny("llama", path)
+    return path
+
+
+@pytest.mark.parametrize("disable", [(), ("native",)])
+@pytest.mark.parametrize("sizes", [(1, 20), (3, 200), (16, 250), (2, 0, 100), (3, 30, 1)])
+def test_every_op_of_a_step_is_there_and_nothing_stays(folder, disable, sizes):
+    with LocalEngine(folder, disable=disable) as engine:
+        (before,) = engine.run([PROMPT], greedy(12))
+        step = engine.executor.call("profile_step", *sizes)
+        engine.scheduler.kv.forget_all()  # as the engine does
+        (after,) = engine.run([PROMPT], greedy(12))
+    assert after.tokens == before.tokens and not after.cached
+    ops = [op for op, *_ in step["ops"]]
+    assert ops.count("linear") == 3 * 4 + 1 and ops[0] == "embedding"
+    assert sum("attention" in op for op in ops) >= 3
+    assert all(seconds > 0 for *_, seconds in step["ops"]) and not step["trace"]
+    assert step["filled"] == sizes[0] and step["steps"] >= 3 and step["on_host"]
+    assert 0 < step["host"]["launch"] < step["step_s"] * 2
+    assert step["bandwidth"] > 1e8 and step["multiply"] > 1e8
+
+
+def test_a_cache_that_is_too_small_for_all_contexts(folder):
+    with LocalEngine(folder, num_blocks=18) as engine:
+        step = engine.executor.call("profile_step", 4, 200)  # 13 blocks each
+        assert step["steps"] >= 3
+        (answer,) = engine.run([PROMPT], greedy(3))
+    assert len(answer.tokens) == 3
+
+
+def test_what_cannot_be_had_is_said(folder):
+    with LocalEngine(folder) as engine:
+        for sizes in ((0, 50), (17, 50), (1, 0), (1, 256), (1, 200, 56)):
+            with pytest.raises(CallFailed, match="must be from 1"):
+                engine.executor.call("profile_step", *sizes)
+        with pytest.raises(CallFailed, match="--max-num-batched-tokens"):
+            engine.executor.call("profile_step", 16, 10, 33)
