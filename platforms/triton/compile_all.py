@@ -63,7 +63,7 @@ LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 12825
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
 # integers that kernels are not specialized on
-NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m", "top")
+NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m", "top", "M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def _routing(runtime: Any) -> Iterator[Variant]:
     """The router and the sort: alike for all dtypes."""
     pointers = {"logits": "fp32", "weights": "fp32"}
     pointers |= dict.fromkeys(("ids", "counts", "order", "tiles"), "i32")
-    scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m", "M"), "i32")
+    scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m"), "i32")
     for count, top_k, hidden, size in EXPERTS:
         options = routing.options(RouterQuery(count, top_k, True), runtime)
         kernel = routing.topk_softmax_kernel
