@@ -36,7 +36,9 @@ from headrace.platforms.triton.activations import SiluAndMul
 from headrace.platforms.triton.attention import TritonAttention
 from headrace.platforms.triton.experts import TritonExperts
 from headrace.platforms.triton.linear import TritonLinear
+from headrace.platforms.triton.logprobs import Logprobs
 from headrace.platforms.triton.norms import AddRmsNorm, RmsNorm
+from headrace.platforms.triton.penalties import Penalties
 from headrace.platforms.triton.rotary import Rotary
 from headrace.platforms.triton.routing import TopkSoftmax
 from headrace.platforms.triton.sampling import Sample
@@ -228,21 +230,45 @@ def beside(what: str, one: float, parts: float) -> dict[str, Any]:
 
 
 def sampling(runtime: DeviceRuntime, rows: int) -> Iterator[dict[str, Any]]:
+    """Draws from logits of a normal distribution (a wide one, a peaked one, one that is nearly flat), penalties and
+    log-probabilities; the limit is one read of the logits."""
     vocab = 128256
-    op = Sample(SampleQuery(vocab, rows), runtime)
-    logits = torch.randn(rows, vocab, device="cuda") * 3
+    query = SampleQuery(vocab, rows)
+    op, score, penalise = (kind(query, runtime) for kind in (Sample, Logprobs, Penalties))
+    plain = torch.randn(rows, vocab, device="cuda")
     number = torch.full((rows,), 0.5, device="cuda")
-    for label, temperature, top_k, top_p in (
-        ("greedy", 0.0, 0, 1.0),
-        ("temperature", 1.0, 0, 1.0),
-        ("top-p", 1.0, 0, 0.9),
-        ("top-k and top-p", 1.0, 50, 0.9),
+    limit = round(1e6 * 4 * rows * vocab / READ, 2)
+
+    def row(what: str, call: Callable[[], Any]) -> dict[str, Any]:
+        us = round(replayed([call] * 4), 2)
+        return {"what": what, "rows": rows, "us": us, "limit_us": limit}
+
+    for scale, temperature, top_k, top_p, min_p in (
+        (3.0, 0.0, 0, 1.0, 0.0),
+        (3.0, 1.0, 0, 1.0, 0.0),
+        (3.0, 1.0, 0, 0.9, 0.0),
+        (3.0, 1.0, 50, 0.9, 0.0),
+        (3.0, 1.0, 0, 1.0, 0.05),
+        (6.0, 1.0, 0, 0.9, 0.0),
+        (0.02, 1.0, 0, 0.9, 0.0),
     ):
-        options = [torch.full_like(number, value) for value in (temperature, top_p, 0.0)]
+        options = [torch.full_like(number, value) for value in (temperature, top_p, min_p)]
         k = torch.full((rows,), top_k, dtype=torch.int32, device="cuda")
+        logits = plain * scale
         arguments = (logits, options[0], k, options[1], options[2], number)
-        took = replayed([lambda a=arguments: op(*a)] * 4)
-        yield {"what": f"sample, {label}", "rows": rows, "us": round(took, 2)}
+        label = f"T={temperature} k={top_k} p={top_p} min-p={min_p}, logits x{scale}"
+        yield row(f"sample, {label}", lambda a=arguments: op(*a))
+        if not temperature:
+            greedy = (*arguments, True)
+            yield row("sample, guarded, greedy", lambda a=greedy: op.guarded(*a))
+    ids = plain.argmax(-1)
+    for k in (0, 1, 20):
+        yield row(f"log-probabilities, {k} of the likeliest", lambda k=k: score(plain, ids, k))
+    tokens = torch.randint(vocab, (rows, 2048), dtype=torch.int32, device="cuda")
+    order = torch.arange(rows, device="cuda")
+    sequences = torch.stack((order, order, order * 0 + 1024, order * 0 + 2048), -1)
+    factors = torch.tensor([[1.1, 0.1, 0.1]], device="cuda").expand(rows, 3).contiguous()
+    yield row("penalties, 2048 tokens", lambda: penalise(plain, tokens, sequences, factors, 2048))
 
 
 def launches(runtime: DeviceRuntime) -> dict[str, Any]:

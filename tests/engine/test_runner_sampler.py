@@ -16,6 +16,7 @@ from headrace.engine.runner.rows import Rows
 from headrace.engine.runner.sampler import Sampler, SamplingOps, score
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.cpu.platform import CpuPlatform
+from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.reference.sampling import logprobs, penalties, sample
 
 VOCAB = 50
@@ -24,13 +25,19 @@ VOCAB = 50
 class Bench:
     """Rows filled by hand; every row samples its next token."""
 
-    def __init__(self, *requests: tuple[list[int], int, SamplingParams]) -> None:
+    def __init__(
+        self,
+        *requests: tuple[list[int], int, SamplingParams],
+        runtime: DeviceRuntime | None = None,
+        ops: SamplingOps | None = None,
+    ) -> None:
         """Of each request: tokens so far, how many of them are the prompt, parameters."""
-        runtime = CpuPlatform().open(CpuPlatform.probe()[0])
+        runtime = runtime or CpuPlatform().open(CpuPlatform.probe()[0])
         transfers = Transfers(runtime)
         self.rows = Rows(len(requests), 64, runtime, transfers)
         self.rows.bind_tables(1, 16)
-        self.sampler = Sampler(self.rows, SamplingOps(sample, logprobs, penalties), transfers)
+        ops = ops or SamplingOps(sample, logprobs, penalties)
+        self.sampler = Sampler(self.rows, ops, transfers)
         count = len(requests)
         self.plan = StepPlan(
             0,
