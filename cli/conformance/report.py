@@ -21,8 +21,10 @@ from rich.text import Text
 from headrace.cli.bench.record import record
 from headrace.cli.conformance.messages import Case, Result, Test
 from headrace.cli.errors import CliError
+from headrace.platforms.collectives import OP as COLLECTIVES
 from headrace.platforms.ops import CONTRACTS
 from headrace.platforms.probe import ResolvedPlatform
+from headrace.platforms.queries import GroupQuery
 from headrace.platforms.reference.queries import queries
 from headrace.platforms.registry import (
     Implementation,
@@ -203,7 +205,7 @@ class Report:
 
     def _verdict(self, op: str, name: str) -> tuple[str, tuple[str, ...]]:
         """The best verdict over all queries, with its reasons: what selection says now, without a self-test."""
-        if op not in CONTRACTS:
+        if op not in CONTRACTS and not (op == COLLECTIVES and name):
             return "", ()
         return best_verdict(self._found, op, name)
 
@@ -212,7 +214,8 @@ def best_verdict(found: ResolvedPlatform, op: str, name: str) -> tuple[str, tupl
     """("yes" | "unverified" | "no", reasons) of an implementation for the query it serves best."""
     registry, order = found.registry(), ("yes", "unverified", "no")
     best: tuple[str, tuple[str, ...]] = ("no", ())
-    for query in queries(op):
+    asked = [GroupQuery(max(2, len(found.devices)))] if op == COLLECTIVES else queries(op)
+    for query in asked:
         try:
             candidates = select(op, query, found.device, registry).candidates
         except SelectionError as error:
