@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from headrace.platforms.linear import Norm
 from headrace.platforms.ops import CONTRACTS
-from headrace.platforms.queries import ExpertsQuery, RouterQuery, SampleQuery
+from headrace.platforms.queries import ExpertsQuery, LinearQuery, RouterQuery, SampleQuery
 from headrace.platforms.reference import cases
 from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
 from headrace.platforms.reference.compare import compare
@@ -26,6 +28,8 @@ ALL = [
         queries.wide_experts,
         queries.attentions,
         queries.wide_attentions,
+        queries.latents,
+        queries.wide_latents,
     )
     for named in group(dtype)
 ]
@@ -89,7 +93,7 @@ def test_a_router_takes_nan(make, runtime):
     assert weights[0].isfinite().all() and weights[1:3].isnan().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 200])
+@pytest.mark.parametrize("tokens", [1, 2, 6, 200])
 def test_graphs_of_experts_follow_the_router(make, runtime, tokens):
     """Which experts are needed, and how many tiles, is not known when a step is captured."""
     query = ExpertsQuery(32, 4, 256, 128, "bfloat16")
@@ -114,6 +118,91 @@ def test_graphs_of_experts_follow_the_router(make, runtime, tokens):
             want = op(x, *route(logits, 4, True), packed)
             torch.testing.assert_close(out, want)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "query",
+    [
+        LinearQuery(4096, 6144, "bfloat16"),
+        LinearQuery(1000, 2040, "float16", bias=True),
+        LinearQuery(2048, 1536, "bfloat16", out_dtype="float32"),
+    ],
+    ids=str,
+)
+def test_products_of_few_rows(make, runtime, monkeypatch, query, splits):
+    """Instead of the library, which does them where nothing else was measured."""
+    few = {"BLOCK_N": 64, "BLOCK_K": 64, "SPLITS": splits}
+    changed = lambda kernel, _query, _options: few if kernel == "few_rows" else {}  # noqa: E731
+    monkeypatch.setattr(runtime, "kernel_options", changed)
+    ours, reference = make("linear", "triton", query), make("linear", "reference", query)
+    result = compare(CONTRACTS["linear"], query, ours, reference, runtime.device)
+    assert result.within, result
+    monkeypatch.undo()
+    draw = cases._Draw(runtime.device, 5)
+    packed = ours.pack(
+        draw.normal(query.out_features, query.in_features, dtype=query.dtype, scale=1 / 64), None
+    )
+    for rows in (2, 17, 64, 100, 128):
+        x = draw.normal(rows, query.in_features, dtype=query.dtype)
+        relative, absolute = CONTRACTS["linear"].tolerance[query.dtype]
+        torch.testing.assert_close(
+            ours(x, packed), reference(x, packed), rtol=relative, atol=absolute
+        )
+
+
+@pytest.mark.parametrize("width", [512, 2048, 4096])
+def test_kernels_that_start_early_see_what_was_written(make, runtime, width):
+    """A graph of products that read their weights, and of experts that read the router's choice, before the kernel
+    before has ended, beside the same launches one by one."""
+    size, count = 256, 6
+    draw = cases._Draw(runtime.device, 7)
+    square = make("linear", "triton", LinearQuery(width, width, "bfloat16"))
+    router = make("linear", "triton", LinearQuery(width, 32, "bfloat16", out_dtype="float32"))
+    route = make("topk_softmax", "triton", RouterQuery(32, 4, True))
+    experts = make("fused_experts", "triton", ExpertsQuery(32, 4, width, size, "bfloat16"))
+    norm = Norm(torch.ones(width, device=runtime.device), 1e-5)
+    layers = [
+        (
+            square.pack(draw.normal(width, width, dtype="bfloat16", scale=width**-0.5), None),
+            router.pack(draw.normal(32, width, dtype="bfloat16", scale=width**-0.5), None),
+            experts.pack(
+                draw.normal(32, 2 * size, width, dtype="bfloat16", scale=width**-0.5),
+                draw.normal(32, width, size, dtype="bfloat16", scale=size**-0.5),
+            ),
+        )
+        for _ in range(count)
+    ]
+    x, residual = (draw.normal(1, width, dtype="bfloat16") for _ in range(2))
+
+    def body(between: Callable[[], None]) -> torch.Tensor:
+        y, total = x, residual
+        for dense, gate, weights in layers:
+            y, total, _ = square.normed(y, total, norm, dense)
+            between()
+            y = square(y, dense)
+            between()
+            logits, total, kept = router.normed(y, total, norm, gate, keep=True)
+            between()
+            chosen = route(logits, 4, True)
+            between()
+            y = experts(kept, *chosen, weights)
+            between()
+        return y
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        body(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        out = body(lambda: None)
+        graph.capture_end()
+        for _ in range(20):
+            x.copy_(draw.normal(1, width, dtype="bfloat16"))
+            graph.replay()
+            torch.cuda.synchronize()
+            want = body(torch.cuda.synchronize)
+            torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
