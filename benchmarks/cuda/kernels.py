@@ -43,7 +43,7 @@ from headrace.platforms.triton.rotary import Rotary
 from headrace.platforms.triton.routing import TopkSoftmax
 from headrace.platforms.triton.sampling import Sample
 
-# in, out: Llama 3.1 8B, then Llama 3.2 1B
+# in, out: Llama 3.1 8B, Llama 3.2 1B, Qwen3-30B-A3B
 SHAPES = {
     "8B qkv": (4096, 6144),
     "8B o": (4096, 4096),
@@ -53,6 +53,9 @@ SHAPES = {
     "1B qkv": (2048, 3072),
     "1B gate_up": (2048, 16384),
     "1B down": (8192, 2048),
+    "30B qkv": (2048, 5120),
+    "30B o": (4096, 2048),
+    "30B head": (2048, 151936),
 }
 # experts, of them for a token, hidden, intermediate
 EXPERTS = {
@@ -99,13 +102,11 @@ def linear(runtime: DeviceRuntime, name: str, rows: int) -> dict[str, Any]:
     weights = [torch.randn(out, width, device="cuda", dtype=dtype) for _ in range(count)]
     x = torch.randn(rows, width, device="cuda", dtype=dtype)
     op = TritonLinear(LinearQuery(width, out, "bfloat16"), runtime)
-    ours = replayed([lambda w=w: op(x, (w, None)) for w in weights]) if rows == 1 else None
+    ours = replayed([lambda w=w: op(x, (w, None)) for w in weights])
     library = replayed([lambda w=w: F.linear(x, w) for w in weights])
     row = {"what": name, "rows": rows, "library_us": round(library, 2)}
     row["library_tb_s"] = round(nbytes / library / 1e6, 2)
-    if ours:
-        row |= {"ours_us": round(ours, 2), "ours_tb_s": round(nbytes / ours / 1e6, 2)}
-    return row
+    return row | {"ours_us": round(ours, 2), "ours_tb_s": round(nbytes / ours / 1e6, 2)}
 
 
 def attention(runtime: DeviceRuntime, batch: int, length: int, new: int = 1) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def rows(runtime: DeviceRuntime, only: set[str]) -> Iterator[dict[str, Any]]:
             yield combined(runtime, *load)
     if "linear" in only:
         for name in SHAPES:
-            for count in (1, 2, 16, 64):
+            for count in (1, 2, 4, 8, 16, 32, 64, 128):
                 yield linear(runtime, name, count)
     if "attention" in only:
         loads = ((1, 600, 1), (1, 8000, 1), (32, 1100, 1), (128, 1200, 1), (256, 300, 1))
