@@ -91,8 +91,11 @@ int API(MemGetAllocationGranularity)(size_t *size, const Properties *p, int opti
 int API(MemAddressReserve)(uint64_t *address, size_t size, size_t alignment, uint64_t wanted, unsigned long long flags) {
   BEGIN("Reserve");
   if (!size || size % GRANULARITY || alignment != GRANULARITY || flags) return INVALID;
-  uint64_t room = size + (wanted ? 0 : GRANULARITY);
-  char *start = mmap((void *)wanted, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int flags_ = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  uint64_t room = size;
+  char *start = MAP_FAILED;  // what is wanted is a hint
+  if (wanted) start = mmap((void *)wanted, room, PROT_NONE, flags_ | MAP_FIXED_NOREPLACE, -1, 0);
+  if (start == MAP_FAILED) start = mmap(NULL, room = size + GRANULARITY, PROT_NONE, flags_, -1, 0);
   if (start == MAP_FAILED) return OUT_OF_MEMORY;
   uint64_t aligned = ((uint64_t)start + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
   if (aligned > (uint64_t)start) munmap(start, aligned - (uint64_t)start);
