@@ -35,6 +35,8 @@ def kernel_options(
         changed["LAST"] = False
     if kernel in ("prefill", "decode"):
         changed |= _attention(features, kernel, query, lanes)
+    elif kernel in ("latent_prefill", "latent_decode"):
+        changed |= {"num_warps": 256 // lanes, "num_stages": 1}
     elif kernel in PRODUCTS:
         changed["num_stages"] = min(options["num_stages"], 2)
     if "mfma" in features and "PRECISION" in options:

@@ -76,17 +76,17 @@ def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, A
         "LAST": True,  # the last program combines, not a kernel of its own
     }
     chosen = launch_options("decode", query, runtime, options, dependent=True)
-    return chosen | _combined_at_once(query, chosen["num_warps"])
+    return chosen | combined_at_once(query, chosen["num_warps"])
 
 
 def combine_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     chosen = launch_options("combine", query, runtime, {"num_warps": 4}, dependent=True)
     shape = {"GROUP": query.q_heads // query.kv_heads, "DV": query.v_head_dim}
     shape["DV_PAD"] = power_of_two(query.v_head_dim, 16)
-    return chosen | shape | _combined_at_once(query, chosen["num_warps"])
+    return chosen | shape | combined_at_once(query, chosen["num_warps"])
 
 
-def _combined_at_once(query: AttentionQuery, warps: int) -> dict[str, int]:
+def combined_at_once(query: AttentionQuery, warps: int) -> dict[str, int]:
     """Heads and parts: all heads of a group if that leaves 8 parts."""
     rows = COMBINED * warps // power_of_two(query.v_head_dim, 16)
     heads = min(power_of_two(query.q_heads // query.kv_heads), max(1, rows // 8))
@@ -141,6 +141,7 @@ class TritonAttention(PagedAttention):
         self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
         options = self._prefill.options
         self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
+        self._parts = query.kv_heads  # of the query heads, to each of which a program belongs
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         self._no_sinks = torch.zeros(1, device=runtime.device)
         # Programs that ended, for each request and KV head; 0 between launches. Sequences are divided only while
@@ -176,7 +177,7 @@ class TritonAttention(PagedAttention):
         """Parts that each sequence of at most `keys` keys is divided into."""
         if self.query.window:
             keys = min(keys, self.query.window)
-        programs = max(requests, 1) * self.query.kv_heads
+        programs = max(requests, 1) * self._parts
         most = min(MOST_SPLITS, self._programs // programs, keys // KEYS_A_SPLIT)
         return power_of_two(most + 1) // 2 if most > 1 else 1
 
@@ -264,12 +265,20 @@ class TritonAttention(PagedAttention):
         if plan.decodes:
             self._attend_decodes(out, q, caches, plan, sinks, strides)
         if plan.tiles is not None:
-            grid = (len(plan.tiles), query.kv_heads, 1)
+            grid = (len(plan.tiles), self._parts, 1)
             self._prefill(SIZE=plan.block_size)(
                 grid, out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
                 *strides, query.scale,
             )  # fmt: skip
         return out
+
+    def _partial(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the parts' results and the logarithms of their sums."""
+        if plan.splits == 1:
+            return out, out  # not used
+        parts = (plan.decodes, self.query.q_heads, plan.splits)
+        lse = torch.empty(parts, dtype=torch.float32, device=out.device)
+        return lse.new_empty(*parts, self.query.v_head_dim), lse
 
     def _attend_decodes(
         self,
@@ -281,16 +290,21 @@ class TritonAttention(PagedAttention):
         strides: tuple[int, ...],
     ) -> None:
         query, splits = self.query, plan.splits
-        partial, lse = out, out  # not used with one part
-        if splits > 1:
-            parts = (plan.decodes, query.q_heads, splits)
-            partial = torch.empty(*parts, query.v_head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-        grid = (splits, query.kv_heads, plan.decodes)
+        partial, lse = self._partial(out, plan)
+        grid = (splits, self._parts, plan.decodes)
         self._decode(SIZE=plan.block_size)(
             grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,
         )  # fmt: skip
         if splits > 1 and not self._decode.options["LAST"]:
-            grid = (plan.decodes, query.kv_heads, 1)
+            grid = (plan.decodes, self._parts, 1)
             self._combine(grid, out, partial, lse, splits, out.stride(0), out.stride(1))
+
+
+def attention_of(query: AttentionQuery, runtime: DeviceRuntime) -> PagedAttention:
+    """The implementation for the query."""
+    if query.latent:
+        from headrace.platforms.triton.mla import TritonMLA
+
+        return TritonMLA(query, runtime)
+    return TritonAttention(query, runtime)

@@ -38,12 +38,15 @@ from headrace.platforms.triton import (
     linear,
     linear_kernels,
     logprobs,
+    mla,
+    mla_kernels,
     norms,
     penalties,
     rotary,
     routing,
     sampling,
 )
+from headrace.platforms.triton.rows import HOLD_LATENTS
 from headrace.platforms.triton.targets import ARCHS, Resources, Target
 from headrace.platforms.triton.targets import target as make_target
 
@@ -59,6 +62,8 @@ ATTENTION: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (8, 4, 256, {"softcap": 50.0}),  # Gemma 2
     (64, 8, 64, {"window": 128, "sinks": True}),
 )
+# query heads over a row of 512 + 64 numbers: DeepSeek-V2-Lite, and V3 on one device
+LATENT = (16, 128)
 LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256), (576, 960))
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
@@ -127,9 +132,11 @@ def _logits(runtime: Any) -> Iterator[Variant]:
 
 def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
     yield from _paged(dtype, short, dtype, short, runtime)
+    yield from _latent(dtype, short, dtype, short, runtime)
     features = runtime.info.features
     if "fp8" in features and "fp8_fnuz" not in features:
         yield from _paged(dtype, short, "fp8_e4m3", "fp8e4nv", runtime)
+        yield from _latent(dtype, short, "fp8_e4m3", "fp8e4nv", runtime)
 
 
 def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
@@ -166,6 +173,25 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
             chosen = {**attention.turn_options(query, runtime), "SIZE": 32, "NORM": norm}
             text = f"turn and write {label}{' norms' if norm else ''}"
             yield Variant(text, kernel, inputs, numbers, chosen)
+
+
+def _latent(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
+    names = "o_token o_head q_token q_head k_token k_block k_slot table_stride splits"
+    scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
+    pointers = {"out": short, "q": short, "k": short, "k_cache": kv, "slots": "i64"}
+    pointers |= dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
+    pointers |= {"partial": "fp32", "lse": "fp32"}
+    for heads in LATENT if runtime.info.features & HOLD_LATENTS else ():
+        query = AttentionQuery(heads, 1, 576, 512, dtype, kv_dtype, 576**-0.5, latent=True)
+        for name, made in (
+            ("prefill", mla.prefill_options),
+            ("decode", mla.decode_options),
+            ("write", mla.write_options),
+        ):
+            kernel = getattr(mla_kernels, f"latent_{name}_kernel")
+            label = f"latent {name} {short} {heads}" + (f" KV {kv}" if kv != short else "")
+            options = {**made(query, runtime), "SIZE": 32}
+            yield Variant(label, kernel, pointers, scalars, options)
 
 
 def _rows(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:

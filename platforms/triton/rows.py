@@ -31,6 +31,10 @@ NEWER = frozenset(
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
+WIDEST_LATENT = 512
+# Features of devices for which attention over latent caches compiles within the bounds of compile_all: matrix units
+# whose operands are shared between threads, or registers for all of them.
+HOLD_LATENTS = frozenset({"async_copy", "mfma"})
 WIDEST_VOCAB = 500_000  # masses of so many tokens fit the integers they are summed in
 MOST_EXPERTS = 1023
 MOST_CHOSEN = 32
@@ -85,11 +89,28 @@ def _attention(query: Any, device: DeviceInfo, check: Check) -> Check:
     if query.kv_dtype == "fp8_e4m3":
         known = "fp8" in device.features and "fp8_fnuz" not in device.features
         check.need(known, f"{device.arch} does not convert fp8_e4m3")
+    if query.latent:
+        return _latent(query, device, check)
     widest = max(query.head_dim, query.v_head_dim)
     check.need(widest <= WIDEST_HEAD, f"heads of {widest} exceed {WIDEST_HEAD}")
     group, rest = divmod(query.q_heads, query.kv_heads)
     check.need(not rest, f"{query.q_heads} query heads are no multiple of {query.kv_heads}")
     return check.need(group <= 64, f"{group} query heads for one KV head exceed 64")
+
+
+def _latent(query: Any, device: DeviceInfo, check: Check) -> Check:
+    holds = device.features & HOLD_LATENTS
+    check.need(bool(holds), f"registers of {device.arch} do not hold rows of a latent cache")
+    rest = query.head_dim - query.v_head_dim
+    check.need(query.kv_heads == 1, f"{query.kv_heads} KV heads: a latent cache is one")
+    wide = query.v_head_dim
+    check.need(wide <= WIDEST_LATENT, f"values of {wide} exceed {WIDEST_LATENT}")
+    check.need(0 < rest <= WIDEST_LATENT // 4, f"{rest} numbers behind the values")
+    plain = not (query.window or query.softcap or query.sinks)
+    check.need(plain, "a latent cache has neither window nor soft cap nor sinks")
+    if check.verdict().status == "yes":
+        check.doubt("latent attention was never run on a device")
+    return check
 
 
 def implementations(
@@ -121,7 +142,7 @@ def implementations(
     rows = (
         ("linear", f"{home}.linear:TritonLinear", _linear),
         ("fused_experts", f"{home}.experts:TritonExperts", _experts),
-        ("paged_attention", f"{home}.attention:TritonAttention", _attention),
+        ("paged_attention", f"{home}.attention:attention_of", _attention),
         ("rms_norm", f"{home}.norms:RmsNorm", _norm),
         ("fused_add_rms_norm", f"{home}.norms:AddRmsNorm", _norm),
         ("rotary_embedding", f"{home}.rotary:Rotary", _rotary),

@@ -29,12 +29,22 @@ DTYPE = "bfloat16"
 
 def asked() -> Iterator[tuple[str, Any]]:
     yield from queries.rows(DTYPE)
+    yield from queries.few_rows(DTYPE)
     yield from queries.samples(DTYPE)
+    yield from queries.logits(DTYPE)
     yield from queries.attentions(DTYPE)
+    yield from queries.latents(DTYPE)
     yield queries.attention(32, 8, 128, DTYPE)
     yield from queries.experts(DTYPE)
     experts.ONE_CHUNK = experts.CHUNK = 64  # many programs sort where otherwise one does
     yield from queries.sorted_experts(DTYPE)
+
+
+class FewRows(dict[str, dict[str, int]]):
+    """Tuned options by which products of few rows are the kernel's and not the library's."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return {"BLOCK_N": 32, "SPLITS": 2} if key.startswith("few_rows ") else default
 
 
 def main() -> int:
@@ -53,6 +63,7 @@ def main() -> int:
     launch.Launcher.__call__ = counted  # type: ignore[method-assign]
     platform = CudaPlatform()
     runtime = platform.open(platform.probe()[0])
+    runtime.tuned = FewRows(all={})
     registry = Registry.with_reference(platform.implementations())
     late = []
     with torch.inference_mode():

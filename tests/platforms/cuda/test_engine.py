@@ -14,7 +14,16 @@ from tests.engine.driver import LocalEngine, config_for, greedy
 
 pytestmark = pytest.mark.device
 
-FAMILIES = ("llama", "llama-8-heads", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+FAMILIES = (
+    "llama",
+    "llama-8-heads",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "deepseek_v3",
+)
 
 
 class CudaEngine(LocalEngine):

@@ -14,7 +14,7 @@ from headrace.platforms.cpu.platform import CpuPlatform
 from headrace.platforms.ops import CONTRACTS
 from headrace.platforms.reference.compare import compare
 from headrace.platforms.registry import Registry, always
-from headrace.platforms.triton import experts
+from headrace.platforms.triton import experts, mla
 from headrace.platforms.triton.rows import implementations
 from tests.platforms.triton import queries
 
@@ -30,17 +30,20 @@ def main(group: str, dtype: str) -> int:
     if group == "few rows":  # instead of the library
         few = {"BLOCK_N": 32, "BLOCK_K": 32, "SPLITS": 2}
         runtime.kernel_options = lambda kernel, _query, _: few if kernel == "few_rows" else {}
+    if group == "latent":  # heads are divided over programs where there are more
+        mla.MOST_HEADS = 2
     groups = {
         "rows": queries.rows,
         "few rows": queries.few_rows,
         "experts": queries.experts,
         "sorted experts": queries.sorted_experts,
         "attention": queries.attentions,
+        "latent": queries.latents,
         "sample": queries.samples,
         "logits": queries.logits,
     }
     asked = groups[group](dtype)
-    for units in (1, 64) if group == "attention" else (1,):
+    for units in {"attention": (1, 64), "latent": (64,)}.get(group, (1,)):
         runtime.info = dataclasses.replace(runtime.info, units=units)
         registry = Registry.with_reference(implementations("test", lambda check, device: check))
         for op, query in asked:

@@ -69,6 +69,23 @@ def attentions(dtype: str) -> list[Named]:
     ]
 
 
+def latents(dtype: str) -> list[Named]:
+    """Attention over latent caches."""
+    return [
+        attention(4, 1, 40, dtype, v_head_dim=32, latent=True),
+        attention(3, 1, 30, dtype, v_head_dim=24, kv_dtype="fp8_e4m3", latent=True),
+    ]
+
+
+def wide_latents(dtype: str) -> list[Named]:
+    """DeepSeek-V2-Lite's, on a rank of eight of V3 too, V3, and a smaller one."""
+    sizes = {"v_head_dim": 512, "latent": True}
+    return [
+        *(attention(heads, 1, 576, dtype, **sizes) for heads in (16, 128)),
+        attention(40, 1, 288, dtype, v_head_dim=256, latent=True),
+    ]
+
+
 def wide_attentions(dtype: str) -> list[Named]:
     return [
         attention(32, 8, 128, dtype),

@@ -40,6 +40,8 @@ def missing() -> str:
         pytest.param("sample", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float32", marks=pytest.mark.slow),
         pytest.param("attention", "float16", marks=pytest.mark.slow),
+        pytest.param("latent", "float32", marks=pytest.mark.slow),
+        pytest.param("latent", "float16", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(1200)
