@@ -97,3 +97,12 @@ class AiterAttention(TritonAttention):
                 sinks=sinks,
             )
         return out
+
+
+def attention_of(query: AttentionQuery, runtime: DeviceRuntime) -> TritonAttention:
+    """The implementation for the query."""
+    if query.latent:
+        from headrace.platforms.rocm.aiter.mla import AiterMLA
+
+        return AiterMLA(query, runtime)
+    return AiterAttention(query, runtime)

@@ -24,6 +24,8 @@ HALVES = ("bfloat16", "float16")
 BLOCK_SIZES = (16, 32)
 # Ranks that its all-reduce was written for.
 WORLDS = (2, 4, 6, 8)
+# Sizes and query heads that its latent attention was written for.
+LATENT, LATENT_HEADS = (576, 512), (16, 128)
 # What a thread block of its gating kernel sorts.
 MOST_EXPERTS = 256
 
@@ -87,6 +89,8 @@ def _linear(query: Any, check: Check) -> Check:
 
 
 def _attention(query: Any, check: Check) -> Check:
+    if query.latent:
+        return _latent(query, check)
     _halves(check, query.dtype)
     check.need(query.kv_dtype == query.dtype, f"KV in {query.kv_dtype} under {query.dtype}")
     same = query.head_dim == query.v_head_dim
@@ -97,6 +101,17 @@ def _attention(query: Any, check: Check) -> Check:
     check.need(not rest, f"{query.q_heads} query heads are no multiple of {query.kv_heads}")
     check.need(group <= 128, f"{group} query heads for one KV head exceed 128")
     return check.note(f"reads blocks of {', '.join(map(str, BLOCK_SIZES))} tokens")
+
+
+def _latent(query: Any, check: Check) -> Check:
+    check.need(query.dtype == "bfloat16", f"dtype {query.dtype} is not bfloat16")
+    check.need(query.kv_dtype == query.dtype, f"KV in {query.kv_dtype} under {query.dtype}")
+    sizes = (query.head_dim, query.v_head_dim)
+    check.need(sizes == LATENT, f"rows of {sizes[0]} with values of {sizes[1]} are not {LATENT}")
+    heads = query.q_heads
+    check.need(heads in LATENT_HEADS, f"{heads} query heads are none of {LATENT_HEADS}")
+    plain = not (query.window or query.softcap or query.sinks)
+    return check.need(plain, "a latent cache has neither window nor soft cap nor sinks")
 
 
 def _group(query: GroupQuery, device: DeviceInfo, check: Check) -> Check:
@@ -127,7 +142,7 @@ def implementations(source: str, known: Device) -> list[Implementation]:
     home = "headrace.platforms.rocm.aiter"
     # The linear layers rank below the shared ones: without a tuned table for a model's sizes they are PyTorch's own.
     rows: tuple[tuple[str, str, Judge, int], ...] = (
-        ("paged_attention", "attention:AiterAttention", _attention, 60),
+        ("paged_attention", "attention:attention_of", _attention, 60),
         ("fused_experts", "experts:AiterExperts", _experts, 60),
         ("topk_softmax", "experts:topk_softmax_of", _router, 60),
         ("rms_norm", "rowwise:RmsNorm", _norm, 60),

@@ -26,6 +26,9 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "shuffle_weight": ("aiter.ops.shuffle:shuffle_weight",),
     "gemm": ("aiter.tuned_gemm:tgemm.mm",),
     "CustomAllreduce": ("aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce",),
+    "mla_decode": ("aiter.mla:mla_decode_fwd",),
+    "mla_prefill": ("aiter.mla:mla_prefill_fwd",),
+    "mla_splits": ("aiter.mla:get_meta_param",),
     "unified_attention": (
         "aiter.ops.triton.attention.unified_attention:unified_attention",
         "aiter.ops.triton.unified_attention:unified_attention",

@@ -7,6 +7,7 @@ import enum
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,49 @@ def unified_attention(
     op.attend(q, k.transpose(1, 2), v.transpose(1, 2), plan, out, sinks)
 
 
+def mla(
+    q: torch.Tensor,
+    kv_buffer: torch.Tensor,
+    o: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_lens: torch.Tensor,
+    max_seqlen_q: int,
+    sm_scale: float,
+    **_: Any,
+) -> None:
+    """Each request's queries are the last ones of its keys, in pages of one token."""
+    assert q.dtype == kv_buffer.dtype == o.dtype == torch.bfloat16
+    assert q.is_contiguous() and o.is_contiguous() and kv_buffer.is_contiguous()
+    assert q.shape[1] in (16, 128) and q.shape[2] == kv_buffer.shape[3] == 576
+    assert kv_buffer.shape[1:3] == (1, 1) and o.shape == (*q.shape[:2], 512)
+    integers = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    assert all(one.dtype == torch.int32 and one.is_contiguous() for one in integers)
+    assert (kv_last_page_lens == 1).all() and qo_indptr[0] == kv_indptr[0] == 0
+    starts, ends = qo_indptr.tolist(), kv_indptr.tolist()
+    assert len(starts) == len(ends) == len(kv_last_page_lens) + 1 and starts[-1] == len(q)
+    # the kernels read some behind the last one
+    memory = kv_indices.untyped_storage().nbytes() // 4 - kv_indices.storage_offset()
+    assert memory >= ends[-1] + 10_000
+    assert max(after - before for before, after in pairwise(starts)) == max_seqlen_q
+    for (first, stop), (low, high) in zip(pairwise(starts), pairwise(ends), strict=True):
+        keys = kv_buffer[kv_indices[low:high].long(), 0, 0].float()
+        scores = torch.einsum("qhd,kd->hqk", q[first:stop].float(), keys) * sm_scale
+        count, length = stop - first, high - low
+        seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        o[first:stop] = torch.einsum("hqk,kd->qhd", weights, keys[:, :512]).to(o.dtype)
+
+
+@lru_cache(maxsize=1)
+def get_meta_param(
+    num_kv_splits: int | None, bs: int, total_kv: int, nhead: int, **_: Any
+) -> tuple[int, torch.Tensor]:
+    assert num_kv_splits is None and nhead in (16, 128) and total_kv >= bs
+    return 2, torch.arange(0, 2 * (bs + 1), 2, dtype=torch.int32)
+
+
 def mm(
     inp: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
@@ -192,6 +236,9 @@ BODIES: dict[str, Callable[..., Any]] = {
     "aiter:topk_softmax": topk_softmax,
     "aiter.fused_moe:fused_moe": fused_moe,
     "aiter.ops.shuffle:shuffle_weight": shuffle_weight,
+    "aiter.mla:mla_decode_fwd": mla,
+    "aiter.mla:mla_prefill_fwd": mla,
+    "aiter.mla:get_meta_param": get_meta_param,
     "aiter.tuned_gemm:tgemm.mm": mm,
     "aiter.ops.triton.attention.unified_attention:unified_attention": unified_attention,
     "aiter.ops.triton.unified_attention:unified_attention": unified_attention,

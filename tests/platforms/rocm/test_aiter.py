@@ -14,6 +14,7 @@ import torch
 
 from headrace.platforms.attention import PagedAttention
 from headrace.platforms.graph import GraphSupport
+from headrace.platforms.kv_layout import CANONICAL, KVFormat
 from headrace.platforms.ops import CONTRACTS, Ops
 from headrace.platforms.queries import (
     ActivationQuery,
@@ -23,6 +24,7 @@ from headrace.platforms.queries import (
     NormQuery,
     RouterQuery,
 )
+from headrace.platforms.reference.cases import Requests, make_batch, scattered_blocks
 from headrace.platforms.reference.compare import compare
 from headrace.platforms.registry import Registry
 from headrace.platforms.rocm.aiter import rows, vendor
@@ -41,9 +43,15 @@ def attention(*shape: int, dtype: str, **options: Any) -> AttentionQuery:
     return AttentionQuery(heads, kv_heads, size, wide, dtype, kv, size**-0.5, **options)
 
 
+def latent(heads: int, dtype: str) -> AttentionQuery:
+    return attention(heads, 1, 576, dtype=dtype, v_head_dim=512, latent=True)
+
+
 def queries(dtype: str) -> list[tuple[str, Any]]:
     gated = ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+    latents = [16] if dtype == "bfloat16" else []
     return [
+        *(("paged_attention", latent(heads, dtype)) for heads in latents),
         ("rms_norm", NormQuery(96, dtype)),
         ("fused_add_rms_norm", NormQuery(96, dtype)),
         *((op, ActivationQuery(96, dtype)) for op in gated),
@@ -63,13 +71,17 @@ def queries(dtype: str) -> list[tuple[str, Any]]:
 def calls(request, monkeypatch):
     counter = fake_aiter.install(monkeypatch, request.param)
     vendor.forget()
-    monkeypatch.setitem(sys.modules, "headrace.platforms.triton.attention", _shared_attention())
-    monkeypatch.delitem(sys.modules, "headrace.platforms.rocm.aiter.attention", raising=False)
+    shared = _shared_attention()
+    monkeypatch.setitem(sys.modules, "headrace.platforms.triton.attention", shared)
+    monkeypatch.setitem(sys.modules, "headrace.platforms.triton.mla", shared)
+    for name in ("attention", "mla"):
+        monkeypatch.delitem(sys.modules, f"headrace.platforms.rocm.aiter.{name}", raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny products: threads would only wait for each other
     yield counter
     torch.set_num_threads(threads)
-    sys.modules.pop("headrace.platforms.rocm.aiter.attention", None)
+    for name in ("attention", "mla"):
+        sys.modules.pop(f"headrace.platforms.rocm.aiter.{name}", None)
     vendor.forget()
 
 
@@ -97,8 +109,14 @@ def _shared_attention() -> ModuleType:
             k_cache[block, :, offset] = k[live]
             v_cache[block, :, offset] = v[live]
 
+    class TritonMLA(TritonAttention):
+        @classmethod
+        def kv_formats(cls, query):
+            return (KVFormat(CANONICAL),)
+
     module = ModuleType("headrace.platforms.triton.attention")
     module.Plan, module.TritonAttention = Plan, TritonAttention  # type: ignore[attr-defined]
+    module.TritonMLA = TritonMLA  # type: ignore[attr-defined]
     return module
 
 
@@ -119,7 +137,10 @@ def test_contracts(calls, dtype):
         result = compare(CONTRACTS[op], query, ours, reference, CPU)
         assert result.within, (op, query, result)
     called = {name for name, places in vendor.PLACES.items() if any(p in calls for p in places)}
-    assert called == set(vendor.PLACES) - {"ActivationType", "QuantType", "CustomAllreduce"}
+    others = {"ActivationType", "QuantType", "CustomAllreduce", "mla_splits"}
+    if dtype != "bfloat16":
+        others |= {"mla_decode", "mla_prefill"}
+    assert called == set(vendor.PLACES) - others
 
 
 def test_a_call_that_the_package_would_refuse_is_refused(calls):
@@ -137,8 +158,6 @@ def test_every_release_has_every_function(entry):
 
 def test_decodes_are_sized_by_tensors_alone(calls):
     """What a graph replays must not depend on the lengths that it was captured with."""
-    from headrace.platforms.reference.cases import Requests, make_batch, scattered_blocks
-
     query = attention(4, 2, 32, dtype="bfloat16")
     op = make("paged_attention", "aiter", query)
     table = scattered_blocks(Requests(((200, 1), (9, 1)), padding=2), 16, 0)
@@ -148,6 +167,32 @@ def test_decodes_are_sized_by_tensors_alone(calls):
     ]
     sizes = {(p.num_tokens, p.longest_query, p.longest, len(p.seq_lens)) for p in plans}
     assert sizes == {(4, 1, table.shape[1] * 16, 4)}
+
+
+def test_latent_decodes_are_replayed_for_other_lengths(calls):
+    """Fixed addresses and sizes; what AITER makes beside them is kept for as long as a graph may read it."""
+    op = make("paged_attention", "aiter", latent(16, "bfloat16"))
+    lengths = ((200, 1), (9, 1)), ((3, 1), (40, 1))
+    table = scattered_blocks(Requests(lengths[0], padding=2), 16, 0)
+    fixed: dict[str, torch.Tensor] = {}
+    memory = SimpleNamespace(
+        get=lambda name, shape, dtype: fixed.setdefault(name, torch.empty(shape, dtype=dtype))
+    )
+    cache = torch.randn(1 + int(table.max()), 1, 16, 576).bfloat16()
+    q, seen, results = torch.randn(4, 16, 576).bfloat16(), [], []
+    for these in lengths:
+        batch = make_batch(Requests(these, padding=2), table, 16, CPU)
+        fresh = op.attend(q, cache, cache[..., :512], op.plan(batch, 0))
+        plan = op.plan(batch, 0, memory)
+        (part,) = plan.parts
+        tensors = (part.ends, part.slots, part.ones)
+        seen.append([(one.data_ptr(), one.shape) for one in tensors])
+        torch.testing.assert_close(op.attend(q, cache, cache[..., :512], plan), fresh)
+        results.append(fresh)
+    assert seen[0] == seen[1] and not torch.equal(*results)
+    held = list(op._kept.values())
+    vendor.find("mla_splits")(None, 1, 9, 16, 1, torch.bfloat16)  # AITER forgets the other
+    assert len(held) == 1 and held[0].tolist() == [0, 2, 4, 6, 8]
 
 
 def test_weights_of_another_dtype_are_rounded_once(calls):
@@ -214,6 +259,14 @@ def test_verdicts():
         ("paged_attention", attention(32, 8, 128, dtype="bfloat16", kv="fp8_e4m3"), "KV in fp8"),
         ("paged_attention", attention(8, 8, 512, dtype="bfloat16"), "heads of 512"),
         ("paged_attention", attention(8, 8, 64, dtype="bfloat16", v_head_dim=32), "values of 32"),
+        ("paged_attention", latent(16, "float16"), "not bfloat16"),
+        ("paged_attention", latent(8, "bfloat16"), "8 query heads are none of (16, 128)"),
+        (
+            "paged_attention",
+            attention(16, 1, 320, dtype="bfloat16", v_head_dim=256, latent=True),
+            "rows of 320 with values of 256",
+        ),
+        ("topk_softmax", RouterQuery(64, 6, scale=16.0), "softmax over all experts"),
         ("fused_experts", ExpertsQuery(8, 2, 96, 64, "bfloat16"), "no multiple of 128"),
         ("fused_experts", ExpertsQuery(8, 2, 128, 64, "bfloat16", "Q4_K"), "weights in Q4_K"),
         ("fused_experts", ExpertsQuery(8, 2, 128, 64, "bfloat16", activation="gelu"), "gelu"),
