@@ -64,12 +64,16 @@ def rows(dtype: str) -> list[tuple[str, str, Any]]:
         heads, kv_heads, size = shape
         return AttentionQuery(heads, kv_heads, size, size, dtype, kv, size**-0.5, **options)
 
+    def latent() -> AttentionQuery:
+        return AttentionQuery(16, 1, 576, 512, dtype, dtype, 192**-0.5, latent=True)
+
     def linear(scheme: str = "") -> LinearQuery:
         return LinearQuery(4096, 14336, dtype, scheme)
 
     def experts(*schemes: str) -> ExpertsQuery:
         return ExpertsQuery(128, 8, 2048, 768, dtype, *schemes)
 
+    grouped = RouterQuery(256, 8, True, "sigmoid", groups=8, top_groups=4, bias=True, scale=2.5)
     op = "paged_attention"
     return [
         ("attention", op, attention(32, 8, 128)),
@@ -77,6 +81,7 @@ def rows(dtype: str) -> list[tuple[str, str, Any]]:
         ("attention, soft cap", op, attention(8, 4, 256, softcap=50.0)),
         ("attention, sinks", op, attention(64, 8, 64, window=128, sinks=True)),
         ("attention, heads of 80", op, attention(32, 32, 80)),
+        ("latent attention (MLA)", op, latent()),
         ("attention, KV in int8", op, attention(32, 8, 128, kv="int8")),
         ("attention, KV in fp8", op, attention(32, 8, 128, kv="fp8_e4m3")),
         ("linear", "linear", linear()),
@@ -88,6 +93,7 @@ def rows(dtype: str) -> list[tuple[str, str, Any]]:
         ("SiLU and multiply", "silu_and_mul", ActivationQuery(14336, dtype)),
         ("GELU (tanh) and multiply", "gelu_tanh_and_mul", ActivationQuery(14336, dtype)),
         ("router", "topk_softmax", RouterQuery(128, 8, True)),
+        ("router, sigmoid and groups", "topk_softmax", grouped),
         ("experts", "fused_experts", experts()),
         ("experts, Q4_K and Q6_K weights", "fused_experts", experts("Q4_K", "Q6_K")),
         ("sampling", "sample", SampleQuery(128256, 64)),

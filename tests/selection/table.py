@@ -62,6 +62,10 @@ def queries(dtype: str) -> dict[str, tuple[str, Any]]:
         ),
         "attention, heads of 80": ("paged_attention", attention(32, 32, 80)),
         "attention, KV in fp8_e4m3": ("paged_attention", attention(32, 8, 128, kv="fp8_e4m3")),
+        "attention, latent": (
+            "paged_attention",
+            AttentionQuery(16, 1, 576, 512, dtype, dtype, 192**-0.5, latent=True),
+        ),
         "linear": ("linear", LinearQuery(4096, 14336, dtype)),
         "linear, Q4_K weights": ("linear", LinearQuery(4096, 14336, dtype, scheme="Q4_K")),
         "embedding": ("embedding", EmbeddingQuery(128256, 4096, dtype)),
@@ -72,6 +76,10 @@ def queries(dtype: str) -> dict[str, tuple[str, Any]]:
         "silu": ("silu_and_mul", ActivationQuery(14336, dtype)),
         "gelu, tanh form": ("gelu_tanh_and_mul", ActivationQuery(14336, dtype)),
         "router": ("topk_softmax", RouterQuery(128, 8, True)),
+        "router, sigmoid, groups and bias": (
+            "topk_softmax",
+            RouterQuery(256, 8, True, "sigmoid", groups=8, top_groups=4, bias=True, scale=2.5),
+        ),
         "experts": ("fused_experts", ExpertsQuery(128, 8, 2048, 768, dtype)),
         "experts, Q4_K and Q6_K weights": (
             "fused_experts",
