@@ -21,6 +21,7 @@ from headrace.engine.config.flag import (
     Flag,
     Unsupported,
 )
+from headrace.engine.config.graph_flags import GRAPH_FLAGS
 from headrace.engine.config.sizes import parse_size
 
 
@@ -405,41 +406,6 @@ _SCHEDULING_FLAGS = (
     ),
 )
 
-_GRAPH_FLAGS = (
-    Flag(
-        "--enforce-eager",
-        "graphs.eager",
-        SCHEDULING,
-        "Capture no steps: every op is started by itself.",
-        parse.boolean,
-        kind="switch",
-        aliases=("--disable-cuda-graph",),
-    ),
-    Flag(
-        "--cudagraph-capture-sizes",
-        "graphs.sizes",
-        SCHEDULING,
-        "Sequences of the decode steps that are captured; others are padded to the next.",
-        parse.counts,
-        kind="many",
-        aliases=("--cuda-graph-sizes", "--cuda-graph-bs"),
-        metavar="N",
-        default="1, 2, 4, 8, 12, 16, 24, ... to --max-num-seqs",
-        example="--cudagraph-capture-sizes 1,8,64",
-    ),
-    Flag(
-        "--max-cudagraph-capture-size",
-        "graphs.largest",
-        SCHEDULING,
-        "Capture no decode steps of more sequences than this.",
-        parse.integer(1),
-        aliases=("--cuda-graph-max-bs",),
-        metavar="N",
-        default="--max-num-seqs",
-        example="--max-cudagraph-capture-size 64",
-    ),
-)
-
 _SERVER_FLAGS = (
     Flag(
         "--host",
@@ -616,7 +582,7 @@ FLAGS: tuple[Flag, ...] = (
     *_DEVICE_FLAGS,
     *_MEMORY_FLAGS,
     *_SCHEDULING_FLAGS,
-    *_GRAPH_FLAGS,
+    *GRAPH_FLAGS,
     *_SERVER_FLAGS,
     *_LIMIT_FLAGS,
     *_LOGGING_FLAGS,

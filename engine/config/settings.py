@@ -88,11 +88,12 @@ class ServerSettings(msgspec.Struct, frozen=True):
 
 
 class GraphSettings(msgspec.Struct, frozen=True):
-    """Decode steps that are captured once and replayed without Python between their kernels."""
+    """Steps that are captured once and replayed without Python between their kernels."""
 
     eager: bool = False  # none
-    sizes: tuple[int, ...] = ()  # requests of the steps that are captured; () = by max_num_seqs
-    largest: int = 0  # none of more requests; 0 = no limit
+    sizes: tuple[int, ...] = ()  # requests of the decodes that are captured; () = by max_num_seqs
+    largest: int = 0  # no decodes of more requests; 0 = no limit
+    prompt: int = 512  # tokens of the longest step of one prompt; 0 = no prompts
 
 
 PLATFORM = "platform "  # what the `source` of a platform's proposals begins with

@@ -102,8 +102,8 @@ class Engine:
             return
         self._graphs, self._capturing = answer["graphs"], answer["more"]
         self._server.broadcast(self._stats())
-        if self._graphs and not self._capturing:
-            logger.info("%d of %d graphs are captured", self._graphs, self._graphs_planned)
+        if self._graphs == self._graphs_planned:
+            logger.info("all %d graphs are captured", self._graphs)
 
     # ---- messages
 

@@ -61,18 +61,26 @@ class BatchBuilder:
         self._ring = StagingRing(runtime, packed_size(counts))
 
     def build(
-        self, plan: StepPlan, pad_to: int = 0, static: StaticInputs | None = None
+        self,
+        plan: StepPlan,
+        pad_to: int = 0,
+        static: StaticInputs | None = None,
+        pad_tokens: int = 0,
     ) -> StepInputs:
-        """`pad_to`: a step of decodes only is filled up to that many requests with the padding row."""
+        """`pad_to`: a step is filled up to that many requests with the padding row, one token each. With `pad_tokens`
+        the last of them has all that is missing of so many tokens, and counts as a request like any other."""
         rows, size = self._rows, self._block_size
         count, padding = len(plan.rows), max(pad_to - len(plan.rows), 0)
         step_rows = _extend(plan.rows, padding, rows.rows)
         computed = _extend(plan.num_computed, padding, 0)
         new = _extend(plan.num_new, padding, 1)
+        if pad_tokens:
+            new[-1] = pad_tokens - new[:-1].sum()
         starts = np.zeros(len(step_rows) + 1, np.int64)
         np.cumsum(new, out=starts[1:])
         tokens, total = int(starts[count]), int(starts[-1])
-        seq_lens = (computed + new).astype(np.int32)
+        # a padding row without tokens has a key all the same
+        seq_lens = np.maximum(computed + new, 1).astype(np.int32)
 
         token_rows = np.repeat(step_rows, new)
         positions = np.arange(total) - np.repeat(starts[:-1] - computed, new)
@@ -97,8 +105,8 @@ class BatchBuilder:
         longest = int(seq_lens.max())
         blocks = rows.tables.shape[2] if static else -(-longest // size)
         view = BatchView(
-            num_reqs=count,
-            num_tokens=tokens,
+            num_reqs=len(step_rows) if pad_tokens else count,
+            num_tokens=total if pad_tokens else tokens,
             num_decode_reqs=plan.num_decode,
             max_query_len=int(new.max()),
             max_seq_len=longest,

@@ -1,4 +1,4 @@
-"""Captured decode steps: buckets of batch sizes over static buffers owned by the engine."""
+"""Captured steps: decodes and single prompts of a few sizes, over static buffers owned by the engine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,28 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.engine.config.settings import GraphSettings
+from headrace.engine.core.step import StepPlan
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import StaticInputs, StepInputs
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import Graph, GraphKey, GraphSupport, GraphTraits
 
-
 log = logging.getLogger(__name__)
 
+DECODE, PROMPT = "decode", "prompt"
+# Prompts are padded to a multiple: padding is computed like anything else.
+PROMPT_STEP = 64
 # Steps of a size that run op by op before it is captured under load: a batch that grows passes many sizes once.
 PATIENCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    max_num_seqs: int  # rows, and requests a step
+    max_num_batched_tokens: int  # tokens a step
+    max_model_len: int  # tokens a row
+    graphs: GraphSettings = field(default_factory=GraphSettings)
 
 
 class StaticBuffers:
@@ -63,9 +74,9 @@ class _Body:
 
 
 @dataclass(slots=True)
-class DecodeGraphs:
-    """Graphs for steps of one query token a request, captured while the server runs: when a size has been asked for a
-    few times, or beforehand when there is nothing else to do. Until then such steps run op by op.
+class StepGraphs:
+    """Graphs for steps of one query token a request, and of one prompt; captured while the server runs: when a size has
+    been asked for a few times, or beforehand when there is nothing else to do. Until then steps run op by op.
 
     Ranks see the same steps and calls in the same order, so they capture the same graphs between the same steps.
     """
@@ -73,44 +84,50 @@ class DecodeGraphs:
     model: Model
     runtime: DeviceRuntime
     static: StaticInputs
-    sizes: list[int]  # that may be captured, ascending
+    keys: list[GraphKey]  # that may be captured, those of a phase ascending
     # Run a body once before it is captured: kernels are then loaded and tuned outside of the capture. Without streams
     # a capture runs the body, so it costs a step and may as well come at once.
     warm: bool
-    _captured: dict[int, tuple[Graph, _Body]] = field(default_factory=dict)
-    _asked: dict[int, int] = field(default_factory=dict)
+    _captured: dict[GraphKey, tuple[Graph, _Body]] = field(default_factory=dict)
+    _asked: dict[GraphKey, int] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         return len(self._captured)
 
-    def pick(self, num_reqs: int) -> int:
-        """The size that a step of so many requests is to be padded to; 0 = none, run it as it is."""
-        size = next((size for size in self.sizes if size >= num_reqs), 0)
-        if not size or size in self._captured:
-            return size
-        asked = self._asked[size] = self._asked.get(size, 0) + 1
-        return size if asked > self.warm * PATIENCE else 0
+    def pick(self, plan: StepPlan) -> GraphKey | None:
+        """What the step is to be padded to; None = run it as it is."""
+        phase, tokens = DECODE, len(plan.rows)
+        if plan.num_decode < tokens:
+            if tokens > 1:
+                return None
+            phase, tokens = PROMPT, int(plan.num_new[0])
+        fits = (key for key in self.keys if key.phase == phase and key.num_tokens >= tokens)
+        key = next(fits, None)
+        if key is None or key in self._captured:
+            return key
+        asked = self._asked[key] = self._asked.get(key, 0) + 1
+        return key if asked > self.warm * PATIENCE else None
 
-    def next(self) -> int:
-        """The size to be captured next when there is time; 0 = none. Small ones first: they gain most, for the host's
-        work is the same in all."""
-        return next((size for size in self.sizes if size not in self._captured), 0)
+    def next(self) -> GraphKey | None:
+        """What is to be captured next when there is time. Small ones first: they gain most, for the host's work is the
+        same in all."""
+        return next((key for key in self.keys if key not in self._captured), None)
 
-    def run(self, size: int, step: StepInputs) -> torch.Tensor:
-        """Hidden states [size, hidden] of a step padded to `size`; valid until the next one."""
-        if size not in self._captured and not self.capture(size, step):
+    def run(self, key: GraphKey, step: StepInputs) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden] of a step padded to the key; valid until the next one."""
+        if key not in self._captured and not self.capture(key, step):
             body = _Body(self.model, step, self.runtime.device)
             body.plan(step)
             body()
             return body.hidden
-        graph, body = self._captured[size]
+        graph, body = self._captured[key]
         body.plan(step)
         graph.replay(step.view.host_args())
         return body.hidden
 
-    def capture(self, size: int, step: StepInputs) -> bool:
-        """Capture the size, on any step padded to it. False when that failed: it is not tried again."""
+    def capture(self, key: GraphKey, step: StepInputs) -> bool:
+        """Capture, on any step padded to the key. False when that failed: it is not tried again."""
         body = _Body(self.model, step, self.runtime.device)
         if self.warm:
             body.plan(step)
@@ -119,11 +136,10 @@ class DecodeGraphs:
         backend = self.runtime.graphs()
         try:
             with backend.session():
-                key = GraphKey("decode", size, size)
-                self._captured[size] = backend.capture(key, body, step.view.host_args()), body
+                self._captured[key] = backend.capture(key, body, step.view.host_args()), body
         except Exception as error:
-            self.sizes.remove(size)
-            log.warning("steps of %d requests run without a graph: %s", size, error)
+            self.keys.remove(key)
+            log.warning("%s steps of %d run without a graph: %s", key.phase, key.num_tokens, error)
             return False
         return True
 
@@ -133,28 +149,27 @@ class DecodeGraphs:
         self._captured.clear()
 
 
-def bucket_sizes(
-    model: Model,
-    collectives: Collectives,
-    traits: GraphTraits,
-    max_reqs: int,
-    settings: GraphSettings,
-) -> list[int]:
-    """1, 2, 4, 8, 12, 16, 24, 32, ... up to the largest batch; none when a part of the step cannot be captured.
+def graph_keys(
+    model: Model, collectives: Collectives, traits: GraphTraits, limits: RunnerLimits
+) -> list[GraphKey]:
+    """What may be captured; nothing when a part of the step cannot be.
 
-    A step is padded to the next size, by a third at most from 8 on: padding is computed like anything else.
+    Decodes of 1, 2, 4, 8, 12, 16, 24, 32, ... requests up to the largest batch: a step is padded to the next size, by a
+    third at most from 8 on. Prompts, where attention can be captured with them: one, and a request that is padding.
     """
+    settings, most = limits.graphs, limits.max_num_seqs
     support = min((impl.graph for impl in model.attention_impls), default=GraphSupport.NEVER)
     if settings.eager or support == GraphSupport.NEVER or not collectives.capture_safe:
         return []
-    if settings.sizes:
-        sizes = sorted({min(size, max_reqs) for size in settings.sizes})
-    else:
-        powers = [1 << power for power in range((max_reqs - 1).bit_length() + 1)]
-        between = [power + power // 2 for power in powers if 8 <= power < max_reqs]
-        sizes = sorted(powers + between)
-        enough = next(i for i, size in enumerate(sizes) if size >= max_reqs)
-        sizes = sizes[: enough + 1]
-    if settings.largest:
-        sizes = [size for size in sizes if size <= settings.largest]
-    return sizes[: traits.max_graphs] if traits.max_graphs is not None else sizes
+    sizes = sorted({min(size, most) for size in settings.sizes}) or _decode_sizes(most)
+    keys = [GraphKey(DECODE, n, n) for n in sizes if n <= (settings.largest or n)]
+    if support == GraphSupport.ALWAYS:
+        longest = min(settings.prompt, limits.max_num_batched_tokens, limits.max_model_len)
+        keys += [GraphKey(PROMPT, 2, n) for n in range(PROMPT_STEP, longest + 1, PROMPT_STEP)]
+    return keys[: traits.max_graphs] if traits.max_graphs is not None else keys
+
+
+def _decode_sizes(most: int) -> list[int]:
+    powers = [1 << power for power in range((most - 1).bit_length() + 1)]
+    sizes = sorted(powers + [n + n // 2 for n in powers if 8 <= n < most])
+    return sizes[: next(i for i, size in enumerate(sizes) if size >= most) + 1]

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.engine.config.settings import GraphSettings
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan, StepResult
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import BatchBuilder, StaticInputs, StepInputs
-from headrace.engine.runner.graphs import DecodeGraphs, bucket_sizes
+from headrace.engine.runner.graphs import DECODE, RunnerLimits, StepGraphs, graph_keys
 from headrace.engine.runner.kv import Reserve, allocate_caches
 from headrace.engine.runner.memory import estimate_activations
 from headrace.engine.runner.rows import Rows
@@ -29,20 +28,13 @@ from headrace.engine.runner.sampler import (
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime, Event
+from headrace.platforms.graph import GraphKey
 from headrace.platforms.kv_layout import KVPlan
 
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(top_p=0.9)
 
 PhaseProgress = Callable[[float, float, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerLimits:
-    max_num_seqs: int  # rows, and requests a step
-    max_num_batched_tokens: int  # tokens a step
-    max_model_len: int  # tokens a row
-    graphs: GraphSettings = GraphSettings()
 
 
 @dataclass(slots=True)
@@ -118,7 +110,7 @@ class Runner:
         self.rows = Rows(limits.max_num_seqs, limits.max_model_len, runtime, self._transfers)
         self._sampler = Sampler(self.rows, sampling, self._transfers)
         self._builder: BatchBuilder | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     def init_kv(self, plan: KVPlan, reserve: Reserve | None = None) -> None:
         """Allocate the caches (from the device's allocator unless told otherwise); block tables are reset."""
@@ -153,11 +145,10 @@ class Runner:
         with torch.inference_mode(), self.runtime.use_stream(self._stream):
             self.rows.apply(plan)
             graphs = self._graphs
-            only_decodes = plan.num_decode == len(plan.rows)
-            size = graphs.pick(len(plan.rows)) if graphs and only_decodes else 0
-            if graphs and size:
-                inputs = self._builder.build(plan, size, graphs.static)
-                hidden = graphs.run(size, inputs)
+            key = graphs.pick(plan) if graphs else None
+            if graphs and key:
+                inputs = self._padded(plan, key, graphs.static)
+                hidden = graphs.run(key, inputs)
             else:
                 inputs = self._builder.build(plan)
                 hidden = self._forward(inputs)
@@ -265,46 +256,42 @@ class Runner:
         return max(runtime.peak_memory() - base, 0) + self._graph_memory()
 
     def _graph_memory(self) -> int:
-        """Bytes that all graphs may take: each size at most what an eager step of it takes, and the device's own part.
-
-        Sizes that double add up to twice the largest one, and those between to as much again; memory that graphs
-        share is not counted on, for small ones are captured first.
-        """
-        sizes, runtime = self.graph_sizes(), self.runtime
-        if not sizes:
+        """Bytes that all graphs may take: each what an eager step of its size takes, and the device's own part. Memory
+        that graphs share is not counted on, for small ones are captured first."""
+        keys, runtime = self.graph_keys(), self.runtime
+        if not keys:
             return 0
+        largest = max(keys, key=lambda key: key.num_tokens)
         with torch.inference_mode(), self.on_stream():
-            static = self._static(max(sizes))
-            step = self.inputs(self.dummy_plan([1] * max(sizes), _GREEDY), max(sizes), static)
+            step = self._dummy_inputs(largest, self._static(keys))
             runtime.synchronize()
             runtime.reset_peak_memory()
             base = runtime.peak_memory()
             self._forward(step)
             runtime.synchronize()
             body = max(runtime.peak_memory() - base, 0)
+        tokens = sum(key.num_tokens for key in keys)
         own = runtime.graphs().traits.graph_bytes
-        return body * sum(sizes) // max(sizes) + own * len(sizes)
+        return body * tokens // largest.num_tokens + own * len(keys)
 
     def warm_up(self, progress: PhaseProgress) -> None:
         """Run every kind of step once through the real path. Graphs are captured later, while the server runs."""
         progress(0, 0, "first steps")
         chunk = min(self.limits.max_num_batched_tokens, self.limits.max_model_len, 32)
         self._dummy([chunk], _FILTERED)
-        sizes = self.graph_sizes()
-        if sizes:
-            static = self._static(max(sizes))
+        keys = self.graph_keys()
+        if keys:
             warm = self._stream is not None
-            self._graphs = DecodeGraphs(self.model, self.runtime, static, sizes, warm)
+            static = self._static(keys)
+            self._graphs = StepGraphs(self.model, self.runtime, static, keys, warm)
         self._dummy([1], _GREEDY)
 
     def _dummy(self, num_new: Sequence[int], sampling: SamplingParams) -> None:
         self.launch(self.dummy_plan(num_new, sampling)).result()
 
-    def graph_sizes(self) -> list[int]:
-        traits, limits = self.runtime.graphs().traits, self.limits
-        return bucket_sizes(
-            self.model, self._collectives, traits, limits.max_num_seqs, limits.graphs
-        )
+    def graph_keys(self) -> list[GraphKey]:
+        traits = self.runtime.graphs().traits
+        return graph_keys(self.model, self._collectives, traits, self.limits)
 
     @property
     def captured(self) -> int:
@@ -313,23 +300,33 @@ class Runner:
     def capture_graph(self) -> bool:
         """Capture one graph beforehand; False when there is none left, or none that is cheaper now than when needed."""
         graphs = self._graphs
-        size = graphs.next() if graphs and graphs.warm else 0
-        if graphs and size:
+        key = graphs.next() if graphs and graphs.warm else None
+        if graphs and key:
             with torch.inference_mode(), self.on_stream():
-                graphs.capture(
-                    size, self.inputs(self.dummy_plan([1] * size, _GREEDY), size, graphs.static)
-                )
-        return bool(size)
+                graphs.capture(key, self._dummy_inputs(key, graphs.static))
+        return key is not None
 
-    def _static(self, most: int) -> StaticInputs:
-        device = self.runtime.device
+    def _static(self, keys: Sequence[GraphKey]) -> StaticInputs:
+        device, rows = self.runtime.device, max(key.num_reqs for key in keys)
+        tokens = max(key.num_tokens for key in keys)
         return StaticInputs(
-            torch.zeros(most, dtype=torch.int32, device=device),
+            torch.zeros(tokens, dtype=torch.int32, device=device),
             [
-                torch.zeros((most, table.shape[1]), dtype=torch.int32, device=device)
+                torch.zeros((rows, table.shape[1]), dtype=torch.int32, device=device)
                 for table in self.rows.tables
             ],
         )
+
+    def _dummy_inputs(self, key: GraphKey, static: StaticInputs) -> StepInputs:
+        num_new = [1] * key.num_reqs if key.phase == DECODE else [key.num_tokens]
+        plan = self.dummy_plan(num_new, _GREEDY)
+        self.rows.apply(plan)
+        return self._padded(plan, key, static)
+
+    def _padded(self, plan: StepPlan, key: GraphKey, static: StaticInputs) -> StepInputs:
+        assert self._builder is not None, "init_kv comes first"
+        fill = 0 if key.phase == DECODE else key.num_tokens
+        return self._builder.build(plan, key.num_reqs, static, fill)
 
     def inputs(self, plan: StepPlan, size: int, static: StaticInputs) -> StepInputs:
         """A dummy plan's inputs, padded to `size`, at fixed addresses: for graphs."""

@@ -151,7 +151,7 @@ class Worker:
             vocab=setup.spec.vocab,
             selection=self.selection(),
             notes=self._sleep_notes(),
-            graphs=len(self._runner.graph_sizes()),
+            graphs=len(self._runner.graph_keys()),
         )
         return msgspec.to_builtins(info)
 

@@ -127,7 +127,7 @@ def turn_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any
 
 
 class TritonAttention(PagedAttention):
-    graph = GraphSupport.DECODE_ONE
+    graph = GraphSupport.ALWAYS
 
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
@@ -156,7 +156,8 @@ class TritonAttention(PagedAttention):
 
     def plan(self, batch: BatchView, group: int, static: Any | None = None) -> Plan:
         """Nothing is copied for decodes: the batch's own tensors, which have fixed addresses where `static` is given,
-        say it all, and the number of splits depends on the sizes of tensors only."""
+        say it all, and the number of splits depends on the sizes of tensors only. Prompts have their tiles copied: with
+        `static` to a fixed address, and as many as so many tokens of so many requests can need."""
         table = batch.block_tables[group]
         only_decodes = batch.num_decode_reqs == batch.num_reqs
         # padding rows are decodes of one token
@@ -169,7 +170,7 @@ class TritonAttention(PagedAttention):
             batch.seq_lens,
             batch.query_start_loc,
             table,
-            None if only_decodes else self._tiles(batch),
+            None if only_decodes else self._tiles(batch, static),
             batch.block_size,
         )
 
@@ -181,7 +182,7 @@ class TritonAttention(PagedAttention):
         most = min(MOST_SPLITS, self._programs // programs, keys // KEYS_A_SPLIT)
         return power_of_two(most + 1) // 2 if most > 1 else 1
 
-    def _tiles(self, batch: BatchView) -> torch.Tensor:
+    def _tiles(self, batch: BatchView, static: Any | None) -> torch.Tensor:
         first, size = batch.num_decode_reqs, self._tile_tokens
         starts = batch.query_start_loc_host[first : batch.num_reqs + 1]
         counts = -(-np.diff(starts) // size)
@@ -191,10 +192,17 @@ class TritonAttention(PagedAttention):
         lengths = batch.seq_lens_host[first : batch.num_reqs]
         work = (lengths - np.diff(starts))[request] + token
         by_work = np.argsort(-work, kind="stable")  # long ones first: short ones fill the end
-        tiles = self.runtime.pinned_empty((len(request), 2), torch.int32)
+        used = len(request)
+        count = used if static is None else batch.num_tokens // size + batch.num_reqs
+        tiles = self.runtime.pinned_empty((count, 2), torch.int32)
         host = tiles.numpy()
-        host[:, 0], host[:, 1] = request[by_work] + first, token[by_work]
-        return tiles.to(self.runtime.device, non_blocking=True)
+        host[:used, 0], host[:used, 1] = request[by_work] + first, token[by_work]
+        # behind the last request's end: of no token
+        host[used:] = batch.num_reqs - 1, batch.num_tokens
+        if static is None:
+            return tiles.to(self.runtime.device, non_blocking=True)
+        fixed: torch.Tensor = static.get("tiles", (count, 2), torch.int32)
+        return fixed.copy_(tiles, non_blocking=True)
 
     # -- once a layer -------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,16 @@ from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.models.base import BuildContext
 from headrace.engine.models.registry import build_model
-from headrace.engine.runner.graphs import PATIENCE, DecodeGraphs, StaticBuffers, bucket_sizes
+from headrace.engine.runner.graphs import (
+    PATIENCE,
+    PROMPT,
+    RunnerLimits,
+    StaticBuffers,
+    StepGraphs,
+    graph_keys,
+)
 from headrace.engine.runner.kv import allocate_caches, kv_torch_dtype
-from headrace.engine.runner.runner import Runner, RunnerLimits
+from headrace.engine.runner.runner import Runner
 from headrace.engine.runner.sampler import SamplingOps
 from headrace.platforms.batch import BatchView, HostArgs
 from headrace.platforms.collectives import SoloCollectives
@@ -55,6 +62,10 @@ class FixedAttention(ReferenceAttention):
         return plan
 
 
+class WithPrompts(FixedAttention):
+    graph = GraphSupport.ALWAYS
+
+
 @dataclass
 class Recorded(Graph):
     body: Callable[[], None]
@@ -80,6 +91,7 @@ class RecordingGraphs(GraphBackend):
 
     traits = GraphTraits(host_args=True, max_graphs=None, shares_pool=True)
     graphs: dict[int, Recorded] = field(default_factory=dict)
+    prompts: dict[int, Recorded] = field(default_factory=dict)
 
     def session(self) -> Any:
         from contextlib import nullcontext
@@ -87,11 +99,12 @@ class RecordingGraphs(GraphBackend):
         return nullcontext()
 
     def capture(self, key: GraphKey, body: Any, host: HostArgs) -> Graph:
-        assert key.num_reqs == key.num_tokens == len(host.seq_lens)
+        assert key.num_reqs == len(host.seq_lens) and key.num_tokens == len(body._token_ids)
         tensors = [body._token_ids, body._positions]
         tensors += [plan.block_table for plan in body._context.plans]
-        self.graphs[key.num_reqs] = Recorded(body, tensors)
-        return self.graphs[key.num_reqs]
+        recorded = Recorded(body, tensors)
+        (self.prompts if key.phase == PROMPT else self.graphs)[key.num_tokens] = recorded
+        return recorded
 
 
 class Stepper:
@@ -104,6 +117,7 @@ class Stepper:
         max_tokens: int = 128,
         own: bool = False,
         graphs: GraphSettings | None = None,
+        attention: type[ReferenceAttention] = FixedAttention,
     ) -> None:
         """`own`: with the CPU's own implementations in place of the reference's."""
         info = CpuPlatform.probe()[0]
@@ -111,7 +125,7 @@ class Stepper:
         self.backend = RecordingGraphs()
         if capture:
             self.runtime.graphs = lambda: self.backend  # type: ignore[method-assign]
-        attention = FixedAttention if capture else ReferenceAttention
+        attention = attention if capture else ReferenceAttention
         target = f"{attention.__module__}:{attention.__name__}"
         rows = [Implementation("paged_attention", "test", target, 1)]
         registry = Registry.with_reference(CpuPlatform().implementations() if own else rows)
@@ -207,14 +221,15 @@ def test_mixed_steps_are_not_replayed(tiny: Tiny) -> None:
     assert [graph.replays for graph in stepper.backend.graphs.values()] == [1]  # the warm-up's
 
 
-def late(stepper: Stepper, sizes: list[int]) -> DecodeGraphs:
+def late(stepper: Stepper, sizes: list[int]) -> StepGraphs:
     """Graphs as a device with streams has them: captured beforehand or after some steps, and warmed."""
     graphs = stepper.runner._graphs
     assert graphs is not None
     graphs.release()
     stepper.backend.graphs.clear()
     graphs._asked.clear()
-    graphs.warm, graphs.sizes = True, sizes
+    graphs.warm = True
+    graphs.keys = [key for key in graphs.keys if key.num_tokens in sizes]
     return graphs
 
 
@@ -257,8 +272,8 @@ def test_a_size_that_cannot_be_captured_runs_op_by_op(tiny: Tiny, monkeypatch, c
 
     monkeypatch.setattr(stepper.backend, "capture", refuse)
     assert stepper.greedy(0, prompt(20), PATIENCE + 3) == want
-    assert graphs.sizes == [2] and graphs.count == 0
-    assert "steps of 1 requests run without a graph: no memory for a graph" in caplog.text
+    assert [key.num_reqs for key in graphs.keys] == [2] and graphs.count == 0
+    assert "decode steps of 1 run without a graph: no memory for a graph" in caplog.text
 
 
 def test_without_graphs_nothing_is_captured(tiny: Tiny) -> None:
@@ -268,13 +283,32 @@ def test_without_graphs_nothing_is_captured(tiny: Tiny) -> None:
     assert not stepper.backend.graphs and not stepper.runner.capture_graph()
 
 
+def test_captured_prompts_equal_plain_ones(tiny: Tiny) -> None:
+    """Whole and in chunks, padded and of just the captured size; a prompt beside a decode is not captured."""
+    plain, captured = Stepper(tiny), Stepper(tiny, capture=True, attention=WithPrompts)
+    answers = []
+    for stepper in (plain, captured):
+        found = []
+        for row, (length, chunk) in enumerate([(20, 1000), (64, 1000), (90, 40), (3, 1000)]):
+            stepper.add(row, prompt(length), SamplingParams(temperature=0.0))
+            for _ in range(-(-length // chunk) + 2):
+                found.append(stepper.step(row, chunk=chunk).token_ids.tolist())
+        stepper.add(4, prompt(50), SamplingParams(temperature=0.0))
+        found.append(stepper.step(0, 4).token_ids.tolist())
+        found.append(stepper.step(0, 1, 2, 3, 4).token_ids.tolist())
+        answers.append(found)
+    assert answers[0] == answers[1]
+    # of 20, 64, 40, 40, 10 and 3 tokens; of what the warm-up runs, a prompt comes before there are graphs
+    assert {size: graph.replays for size, graph in captured.backend.prompts.items()} == {64: 6}
+
+
 def test_graphs_are_released(tiny: Tiny) -> None:
     stepper = Stepper(tiny, capture=True)
     stepper.runner.close()
     assert all(graph.replays == -1 for graph in stepper.backend.graphs.values())
 
 
-def test_bucket_sizes() -> None:
+def test_what_may_be_captured() -> None:
     class Impl:
         graph = GraphSupport.DECODE_ONE
 
@@ -293,7 +327,10 @@ def test_bucket_sizes() -> None:
     ) -> Any:
         model: Any = type("Model", (), {"attention_impls": list(impls)})
         traits, group = GraphTraits(False, limit, True), group or SoloCollectives()
-        return bucket_sizes(model, group, traits, most, GraphSettings(**settings))
+        limits = RunnerLimits(most, 1000, 200, GraphSettings(**settings))
+        keys = graph_keys(model, group, traits, limits)
+        assert all(key.num_reqs == (2 if key.phase == PROMPT else key.num_tokens) for key in keys)
+        return [key.num_tokens for key in keys]
 
     assert sizes(1) == [1]
     assert sizes(6) == [1, 2, 4, 8]
@@ -307,6 +344,9 @@ def test_bucket_sizes() -> None:
     assert sizes(48, sizes=(1, 50, 500)) == [1, 48]
     assert sizes(64, largest=20) == [1, 2, 4, 8, 12, 16]
     assert sizes(64, sizes=(4, 30), largest=20, limit=1) == [4]
+    assert sizes(2, impls=(WithPrompts,)) == [1, 2, 64, 128, 192]  # of a context of 200
+    assert sizes(2, impls=(WithPrompts,), prompt=130) == [1, 2, 64, 128]
+    assert sizes(2, impls=(WithPrompts,), prompt=0) == sizes(2, impls=(WithPrompts, Impl)) == [1, 2]
 
 
 def test_static_buffers_keep_their_place() -> None:

@@ -1,4 +1,4 @@
-"""Paged attention: chunks, batches, skipped slots, KV formats, captured decodes."""
+"""Paged attention: chunks, batches, skipped slots, KV formats, captured steps."""
 
 from __future__ import annotations
 
@@ -159,14 +159,18 @@ class _Static:
         return self._tensors[name]
 
 
-def replays_follow_the_buffers(make: Make, dtype: str) -> None:
-    """A captured decode, replayed for other sequences than it was captured with."""
+def replays_follow_the_buffers(
+    make: Make, dtype: str, lengths: tuple[tuple[tuple[int, int], ...], ...], least: GraphSupport
+) -> None:
+    """A captured step, replayed for other sequences than it was captured with. `lengths`: keys and new tokens of each
+    request, the same number of tokens in all; `least`: what an implementation must be able to capture."""
     op = make(make_query(dtype, graph=True))
-    if op.graph < GraphSupport.DECODE_ONE:
-        raise NothingToCheck("its decode steps are not captured")
+    if op.graph < least:
+        raise NothingToCheck("its steps of this kind are not captured")
     runtime, size = op.runtime, block_sizes(op)[0]
     device = runtime.device
-    first, then = Requests(((40, 1), (70, 1))), Requests(((300, 1), (9, 1)))
+    first, then = (Requests(each) for each in lengths)
+    tokens = sum(new for _, new in lengths[0])
     width = -(-300 // size)
     tables = {}
     for requests in (first, then):
@@ -179,7 +183,7 @@ def replays_follow_the_buffers(make: Make, dtype: str) -> None:
         for cache in caches:
             drawn = torch.randn(cache.shape, generator=torch.Generator().manual_seed(1))
             cache.copy_(drawn.to(device, cache.dtype))
-        q, k, v = random_tokens(op, 2).split(SPLIT, dim=1)
+        q, k, v = random_tokens(op, tokens).split(SPLIT, dim=1)
         static, batch = _Static(device), make_batch(first, tables[first], size, device)
         held: list[Any] = [None]
         results: list[torch.Tensor] = [q]
@@ -196,7 +200,7 @@ def replays_follow_the_buffers(make: Make, dtype: str) -> None:
         plan(batch)
         backend = runtime.graphs()
         with backend.session():
-            graph = backend.capture(GraphKey("decode", 2, 2), body, batch.host_args())
+            graph = backend.capture(GraphKey("step", 2, tokens), body, batch.host_args())
         captured = results[0]
         for requests in (then, first):
             other = make_batch(requests, tables[requests], size, device)
@@ -238,5 +242,14 @@ CHECKS: dict[str, OpCheck] = {
     "the result goes where it is asked to": the_result_goes_where_it_is_asked_to,
     "formats are in order": formats_are_in_order,
     "batch mates do not matter": batch_mates_do_not_matter,
-    "replays follow the buffers": replays_follow_the_buffers,
+    "replays follow the buffers": partial(
+        replays_follow_the_buffers,
+        lengths=(((40, 1), (70, 1)), ((300, 1), (9, 1))),
+        least=GraphSupport.DECODE_ONE,
+    ),
+    "replays of prompts follow the buffers": partial(
+        replays_follow_the_buffers,
+        lengths=(((150, 150), (42, 42)), ((300, 191), (1, 1))),
+        least=GraphSupport.ALWAYS,
+    ),
 }
