@@ -228,12 +228,15 @@ def profile(target: Target, loads: Sequence[tuple[int, int, int]], output: Trace
     with connect(target.model, target.url, target.key, target.given) as (api, name):
         for requests, context, prompt in loads:
             step = api.get(f"/debug/step?requests={requests}&context={context}&prompt={prompt}")
-            rows = grouped(step)
+            if output.chrome_trace:
+                write_json(with_number(output.chrome_trace, len(results), len(loads)), chrome(step))
+            try:
+                rows = grouped(step)
+            except ValueError as error:
+                raise CliError(f"{error}; --chrome-trace keeps what there is", RUNTIME) from None
             whole = summary(step, rows)
             console.print(table(whole, rows))
             console.print(host_line(whole), highlight=False)
-            if output.chrome_trace:
-                write_json(with_number(output.chrome_trace, len(results), len(loads)), chrome(step))
             shares = None
             if target.model and not prompt and hosts.can_be_seen():
                 shares = hosts.measure(api.where, name, step)

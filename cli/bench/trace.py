@@ -44,7 +44,7 @@ class Kernels:
 
 
 def read(events: Sequence[Event]) -> Kernels:
-    """Raises ValueError where no kernel of a step was recorded."""
+    """Raises ValueError where no kernel of a step was recorded: a sentence."""
     launched = sorted(_launched(events), key=lambda one: one.began)
     owners: dict[str, list[int]] = defaultdict(list)
     for one in launched:
@@ -77,11 +77,9 @@ def read(events: Sequence[Event]) -> Kernels:
 def _launched(events: Sequence[Event]) -> Iterator[Launched]:
     marks = [event for event in events if event["cat"] == "user_annotation"]
     threads = {event["tid"] for event in marks}
-    launches = [
-        event
-        for event in events
-        if event["cat"].endswith(_LAUNCHES) and event["tid"] in threads and _correlation(event)
-    ]
+    launches = [e for e in events if e["cat"].endswith(_LAUNCHES) and _correlation(e)]
+    # profilers number threads in ways of their own: then the only thread that launches is the one that marks
+    launches = [e for e in launches if e["tid"] in threads] or launches
     where = {}
     open_marks: list[Event] = []
     # a mark before a launch of the same microsecond, the outer one before the inner one

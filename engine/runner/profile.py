@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, record_function
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.models.base import Model, StepContext
-from headrace.engine.runner.batch import StaticInputs, StepInputs
+from headrace.engine.runner.batch import StepInputs
 from headrace.engine.runner.costs import attend
 from headrace.engine.runner.graphs import StaticBuffers
 from headrace.engine.runner.watch import (
@@ -30,7 +30,6 @@ from headrace.engine.runner.watch import (
     OpRow,
     Spans,
     on_host,
-    padded,
     watched_ops,
     watched_steps,
 )
@@ -184,9 +183,14 @@ def profile_step(
         rows: list[OpRow] = []
         trace: list[dict[str, Any]] = []
         if activity is not None:
-            rows, trace = _traced(runner, ops, load, numbers, activity)
-        else:
-            rows = ([] if prompt else _taped(runner, load)) or _clocked(runner, ops, load)
+            rows, trace = _traced(runner, ops, (load, numbers, spans), activity)
+        elif not prompt:
+            rows = _taped(runner, load, spans)
+        if not any(
+            event["cat"] == "kernel" for event in trace
+        ):  # a profiler may be missing its library
+            trace = []
+            rows = rows if activity is None and rows else _clocked(runner, ops, spans)
         return {
             "requests": requests,
             "context": context,
@@ -233,25 +237,17 @@ def in_flight(runner: Runner, load: Load, numbers: range, spans: Spans) -> None:
         spans.result(pending)
 
 
-def _inputs(runner: Runner, load: Load) -> StepInputs:
-    """Of the step that was last: its tokens and blocks are in place. A decode as graphs have it, padded."""
-    plan, device = load.step(WARM), runner.runtime.device
-    if load.prompt:
-        assert runner._builder is not None, "init_kv comes first"
-        return runner._builder.build(plan)
-    size = padded(runner, load.requests)
-    static = StaticInputs(
-        torch.zeros(size, dtype=torch.int32, device=device),
-        [table.new_zeros((size, table.shape[1])) for table in runner.rows.tables],
-    )
-    return runner.inputs(plan, size, static)
+def _inputs(runner: Runner, spans: Spans) -> StepInputs:
+    """Of the step that was last, built once more: its tokens and blocks are in place."""
+    assert runner._builder is not None, "init_kv comes first"
+    return runner._builder.build(*spans.built)
 
 
-def _taped(runner: Runner, load: Load) -> list[OpRow]:
+def _taped(runner: Runner, load: Load, spans: Spans) -> list[OpRow]:
     """By a graph whose ops can be replayed one by one; none where it cannot."""
     device, backend = runner.runtime.device, runner.runtime.graphs()
     with torch.inference_mode(), runner.on_stream():
-        inputs = _inputs(runner, load)
+        inputs = _inputs(runner, spans)
         with backend.session():
             body = _WithHead(runner.model, inputs, device)
             key = GraphKey("profile", load.requests, load.requests)
@@ -269,11 +265,11 @@ def _taped(runner: Runner, load: Load) -> list[OpRow]:
 
 
 def _one_by_one(
-    runner: Runner, ops: Ops, load: Load, activity: ProfilerActivity | None
+    runner: Runner, ops: Ops, spans: Spans, activity: ProfilerActivity | None
 ) -> list[Call]:
     """Every op of a step by itself, and how long the host took for it: the device too, where no profiler sees it."""
     with torch.inference_mode(), runner.on_stream():
-        inputs = _inputs(runner, load)
+        inputs = _inputs(runner, spans)
         body = _WithHead(runner.model, inputs, runner.runtime.device)
         body()
         runner.runtime.synchronize()
@@ -284,23 +280,24 @@ def _one_by_one(
     return calls
 
 
-def _clocked(runner: Runner, ops: Ops, load: Load) -> list[OpRow]:
-    runs = [_one_by_one(runner, ops, load, None) for _ in range(REPEATS)]
+def _clocked(runner: Runner, ops: Ops, spans: Spans) -> list[OpRow]:
+    runs = [_one_by_one(runner, ops, spans, None) for _ in range(REPEATS)]
     return [row[0].plain(median(call.seconds for call in row)) for row in zip(*runs, strict=True)]
 
 
 def _traced(
-    runner: Runner, ops: Ops, load: Load, numbers: range, activity: ProfilerActivity
+    runner: Runner, ops: Ops, taken: tuple[Load, range, Spans], activity: ProfilerActivity
 ) -> tuple[list[OpRow], list[dict[str, Any]]]:
-    """The ops, and the profiler's events of them and of the steps."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, activity]) as taken:
-        calls = _one_by_one(runner, ops, load, activity)
+    """The ops, and the profiler's events of them and of the steps, which are taken once more."""
+    load, numbers, spans = taken
+    with torch.profiler.profile(activities=list({ProfilerActivity.CPU, activity})) as profiler:
+        calls = _one_by_one(runner, ops, spans, activity)
         with watched_steps(runner, Spans()):
             in_flight(runner, load, numbers, Spans())
         runner.runtime.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
-        taken.export_chrome_trace(str(file))
+        profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     kept = [_short(event) for event in events if _matters(event)]
     return [call.plain(0.0) for call in calls], kept
@@ -324,8 +321,8 @@ def _read_rate(runner: Runner) -> float:
     """Bytes a second of a sum over memory that no cache holds."""
     runtime = runner.runtime
     nbytes = min(1 << 30, runtime.memory().free // 4)
-    x = torch.ones(max(nbytes // 4, 1), device=runtime.device)
-    return 4 * x.numel() / _best(runner, lambda: x.sum())
+    x = torch.ones(max(nbytes >> 14, 1), 4096, device=runtime.device)
+    return 4 * x.numel() / min(_best(runner, x.sum), _best(runner, lambda: x.sum(1)))
 
 
 def _multiply_rate(runner: Runner) -> float:

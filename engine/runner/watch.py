@@ -32,6 +32,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float, float, float]] = []
+        self.built: tuple[Any, ...] = ()  # what the last step's inputs were built from
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -88,6 +89,8 @@ def watched_steps(runner: Runner, spans: Spans) -> Iterator[None]:
 
     def timed(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any, **named: Any) -> Any:
+            if call.__name__ == "build":
+                spans.built = args
             with spans.span(name), record_function(MARK + name):
                 return call(*args, **named)
 
@@ -115,12 +118,6 @@ def watched_steps(runner: Runner, spans: Spans) -> Iterator[None]:
 def on_host(runner: Runner) -> bool:
     """A device without streams: what it does is the host's own time."""
     return runner._stream is None
-
-
-def padded(runner: Runner, requests: int) -> int:
-    """The size of a decode step of so many requests."""
-    sizes = runner._graphs.sizes if runner._graphs else []
-    return min((size for size in sizes if size >= requests), default=requests)
 
 
 OpRow = tuple[str, str, int, int, float]  # op, detail, bytes, operations, seconds

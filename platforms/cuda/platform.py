@@ -92,7 +92,7 @@ class CudaPlatform(Platform):
         if hardware.capability(device.arch) < OLDEST:
             text = f"{device.arch} is older than sm_{OLDEST}, the oldest that is served"
             problems.append(Problem("error", f"{text}; use --device cpu"))
-        if not hardware.version_of("triton"):
+        if device.versions and not hardware.version_of("triton"):  # else it is not here itself
             text = "triton is not installed here: without it every op runs unfused in PyTorch; pip install triton"
             problems.append(Problem("warning", text))
         if world > 1 and config.device.worker == "inproc":

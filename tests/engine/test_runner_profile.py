@@ -7,9 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
+from headrace.cli.bench import trace
+from headrace.engine.runner import profile
 from headrace.engine.runner.costs import Cost, cost, stored
 from headrace.engine.workers.executor import CallFailed
+from headrace.platforms.cpu.runtime import CpuRuntime
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
@@ -74,8 +78,16 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("disable", [(), ("native",)])
-@pytest.mark.parametrize("sizes", [(1, 20), (3, 200), (16, 250), (2, 0, 100), (3, 30, 1)])
+@pytest.mark.parametrize(
+    ("disable", "sizes"),
+    [
+        ((), (1, 20)),
+        ((), (16, 250)),
+        ((), (2, 0, 100)),
+        (("native",), (3, 200)),
+        (("native",), (3, 30, 1)),
+    ],
+)
 def test_every_op_of_a_step_is_there_and_nothing_stays(folder, disable, sizes):
     with LocalEngine(folder, disable=disable) as engine:
         (before,) = engine.run([PROMPT], greedy(12))
@@ -98,6 +110,43 @@ def test_a_cache_that_is_too_small_for_all_contexts(folder):
         assert step["steps"] >= 3
         (answer,) = engine.run([PROMPT], greedy(3))
     assert len(answer.tokens) == 3
+
+
+def test_what_a_profiler_that_sees_no_kernels_leaves(folder, monkeypatch):
+    """As where its library is missing: the ops are timed by the clock."""
+    monkeypatch.setattr(CpuRuntime, "profiler_activity", lambda self: ProfilerActivity.CPU)
+    with LocalEngine(folder) as engine:
+        step = engine.executor.call("profile_step", 3, 50)
+    assert not step["trace"] and all(seconds > 0 for *_, seconds in step["ops"])
+
+
+def test_marks_of_the_profiler_are_read_as_they_are_written(folder, monkeypatch):
+    """Every op and step has its mark in the trace, and what is launched within is found by it."""
+    events: list = []
+
+    def keep(event):
+        if profile._KINDS[-1] == event.get("cat") and event["name"].startswith("headrace"):
+            events.append(profile._short(event))
+        return False
+
+    monkeypatch.setattr(CpuRuntime, "profiler_activity", lambda self: ProfilerActivity.CPU)
+    monkeypatch.setattr(profile, "_matters", keep)
+    with LocalEngine(folder) as engine:
+        step = engine.executor.call("profile_step", 3, 50)
+    for number, mark in enumerate(
+        list(events)
+    ):  # a kernel for every mark, as a device would have them
+        common = {
+            "ts": mark["ts"] + 0.5 * mark["dur"],
+            "pid": 1,
+            "args": {"correlation": number + 1},
+        }
+        events.append({**common, "cat": "x_runtime", "name": "l", "dur": 0.0, "tid": mark["tid"]})
+        events.append({**common, "cat": "kernel", "name": "k", "dur": 1.0, "tid": 7})
+    found = list(trace._launched(events))
+    assert {one.op for one in found} == {-1, *range(len(step["ops"]))}
+    assert len({one.step for one in found}) == 1 + step["steps"]
+    assert {one.part for one in found} == {"", "inputs", "launch", "sampling"}
 
 
 def test_what_cannot_be_had_is_said(folder):

@@ -190,6 +190,14 @@ def test_launches_of_other_threads_and_without_a_mark_are_left_out():
     assert set(trace.read(made.events).parts["launch"]) == {"own"}
 
 
+def test_threads_may_be_numbered_in_another_way():
+    made = Recorder()
+    made.mark("step 0", 0, 10)
+    made.launch(1, ("own", 10))
+    made.events[1]["tid"] = 140001
+    assert set(trace.read(made.events).parts["launch"]) == {"own"}
+
+
 def test_a_trace_without_kernels_is_refused():
     made = Recorder()
     made.mark("step 0", 0, 10)
