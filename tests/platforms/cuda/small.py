@@ -33,6 +33,7 @@ def asked() -> Iterator[tuple[str, Any]]:
     yield from queries.samples(DTYPE)
     yield from queries.logits(DTYPE)
     yield from queries.attentions(DTYPE)
+    yield from queries.latents(DTYPE)
     yield queries.attention(32, 8, 128, DTYPE)
     yield from queries.experts(DTYPE)
     experts.ONE_CHUNK = experts.CHUNK = 64  # many programs sort where otherwise one does
