@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import tempfile
@@ -52,6 +53,17 @@ def served(model: Path, extra: list[str], log: Path) -> Iterator[tuple[Address, 
             stop(process)
 
 
+def settle(where: Address, seconds: float = 60.0) -> None:
+    """Wait until all graphs are captured: an idle server does that after it is ready, and steady state is measured."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        page = httpx.get(f"{where.url}/metrics").text
+        found = dict(re.findall(r"^headrace_graphs_(\w+)\{.*\} (\S+)$", page, re.MULTILINE))
+        if found.get("captured") == found.get("planned"):
+            return
+        time.sleep(0.2)
+
+
 def measure(
     name: str, folder: Path, extra: list[str], log: Path, only: set[int]
 ) -> list[dict[str, Any]]:
@@ -60,6 +72,7 @@ def measure(
         results.append({"model": name, "level": "start", "ready_s": round(ready, 2)})
         print(results[-1], flush=True)
         served_name = httpx.get(f"{where.url}/v1/models").json()["data"][0]["id"]
+        settle(where)
         for concurrency, prompt, output, requests in LOADS:
             if only and concurrency not in only:
                 continue

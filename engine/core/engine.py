@@ -33,6 +33,8 @@ STATS_SECONDS = 0.1
 # While steps are in flight the executor is asked this often even if its descriptor stays silent, so that the death
 # of a worker that could not say so is noticed.
 _PULSE_MS = 1000
+# So long no request must have come before graphs are captured: who sends one after the other does not wait for them.
+_REST_MS = 250
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         self._busy = False
         self._graphs, self._graphs_planned = 0, graphs
         self._capturing = graphs > 0
+        self._resting = True  # no request came for a while
         self._poller = zmq.Poller()
         self._poller.register(server.socket, zmq.POLLIN)
         self._poller.register(executor.fileno(), zmq.POLLIN)
@@ -86,12 +89,15 @@ class Engine:
         """Milliseconds to wait for news."""
         if self._scheduler.steps_in_flight:
             return _PULSE_MS
-        return 0 if self._capturing and not self._sleep.closed else None
+        if not self._capturing or self._sleep.closed:
+            return None
+        return 0 if self._resting else _REST_MS
 
     def _capture_graph(self) -> None:
         """Between requests: one that comes meanwhile waits for one capture."""
         if not self._capturing or self._scheduler.has_unfinished or self._calls:
             return
+        self._resting = True
         try:
             answer = self._executor.call("capture_graph")
         except WorkerFailed:
@@ -132,6 +138,7 @@ class Engine:
             logger.error("a second request with the id %r was dropped", submit.request_id)
             return
         self._audience.add(submit.request_id, client)
+        self._resting = False
         if self._sleep.closed:
             self._outputs.append(
                 RequestOutput(submit.request_id, finish_reason="abort", error=ASLEEP)
