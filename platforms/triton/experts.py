@@ -110,9 +110,7 @@ def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict
     size, block = (ONE_CHUNK, 1024) if one else (CHUNK, 512)
     options = {"BLOCK": min(size, block), "num_warps": 8 if one else 4}
     chosen = launch_options("experts_sort", query, runtime, options, dependent=True)
-    # tiles that are found at a time: about 8,192 comparisons
-    chosen |= {"ONE": one, "TILES": min(64, max(4, 8192 // bins))}
-    return chosen | {"E": query.experts, "BINS": bins, "CHUNK": size}
+    return chosen | {"ONE": one, "E": query.experts, "BINS": bins, "CHUNK": size}
 
 
 def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:

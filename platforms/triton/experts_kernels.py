@@ -24,7 +24,7 @@ from headrace.platforms.triton.linear_kernels import columns
 def _counted(ids, start, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Pairs of each expert among start .. start + CHUNK; what is beyond P is counted as expert E."""
     counts = tl.zeros([BINS], tl.int32)
-    for offset in range(0, CHUNK, BLOCK):
+    for offset in range(0, tl.minimum(CHUNK, P - start), BLOCK):
         at = start + offset + tl.arange(0, BLOCK)
         counts += tl.histogram(tl.load(ids + at, mask=at < P, other=E), BINS)
     return counts
@@ -46,8 +46,7 @@ def count_kernel(
 @triton.jit(do_not_specialize=["P", "most_tiles", "block_m"])
 def sort_kernel(
     ids, counts, order, tiles, P, most_tiles, block_m, ONE: tl.constexpr, E: tl.constexpr,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr, PDL: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """order [P]: pairs by expert. tiles [most_tiles, 3]: expert, first place in `order`, and where its rows stop, at
     most block_m further.
@@ -75,7 +74,7 @@ def sort_kernel(
     nexts = counts + (chunks + chunk) * BINS
     tl.store(nexts + expert, start + before)
     tl.debug_barrier()
-    for offset in range(0, CHUNK, BLOCK):
+    for offset in range(0, tl.minimum(CHUNK, P - chunk * CHUNK), BLOCK):
         pair = chunk * CHUNK + offset + tl.arange(0, BLOCK)
         mine = tl.load(ids + pair, mask=pair < P, other=0)
         place = tl.atomic_add(nexts + mine, 1, mask=pair < P)
@@ -83,17 +82,17 @@ def sort_kernel(
     number = (total + block_m - 1) // block_m
     tile_end = tl.cumsum(number, axis=0)
     tile_start = tile_end - number
-    for base in range(chunk * TILES, most_tiles, chunks * TILES):
-        tile = base + tl.arange(0, TILES)
-        order_in = tile[:, None] - tile_start[None, :]
-        hit = (order_in >= 0) & (tile[:, None] < tile_end[None, :])
-        first = start[None, :] + order_in * block_m
-        stop = tl.minimum(first + block_m, end[None, :])
-        place = tiles + 3 * tile
-        real = tile < most_tiles
-        tl.store(place, tl.sum(tl.where(hit, expert[None, :], 0), axis=1), mask=real)
-        tl.store(place + 1, tl.sum(tl.where(hit, first, 0), axis=1), mask=real)
-        tl.store(place + 2, tl.sum(tl.where(hit, stop, 0), axis=1), mask=real)
+    # one tile of every expert that has so many, then those that nobody needs
+    for nth in range(chunk, tl.max(number, axis=0), chunks):
+        place = tiles + 3 * (tile_start + nth)
+        first = start + nth * block_m
+        tl.store(place, expert, mask=nth < number)
+        tl.store(place + 1, first, mask=nth < number)
+        tl.store(place + 2, tl.minimum(first + block_m, end), mask=nth < number)
+    for base in range(tl.sum(number, axis=0) + chunk * BINS, most_tiles, chunks * BINS):
+        place = tiles + 3 * (base + expert)
+        for part in tl.static_range(3):
+            tl.store(place + part, expert * 0, mask=base + expert < most_tiles)
 
 
 @triton.jit
