@@ -96,7 +96,7 @@ def variants(runtime: Any) -> Iterator[Variant]:
 def _sampling(runtime: Any) -> Iterator[Variant]:
     """Alike for all dtypes: logits are float32."""
     names = ("logits", "temperatures", "top_ps", "min_ps", "uniforms", "totals", "edges", "values")
-    pointers = {**dict.fromkeys(names, "fp32"), "best": "i64", "masses": "i64"}
+    pointers = {**dict.fromkeys(names, "fp32"), "best": "i64", "sums": "i64"}
     pointers |= dict.fromkeys(("top_ks", "finite", "counts", "tokens"), "i32")
     scalars = dict.fromkeys(("stride", "V", "tiles"), "i32")
     for vocab in (32000, 128256, 262144):

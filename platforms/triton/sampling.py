@@ -1,10 +1,11 @@
 """Sampling without sorting. Contract: headrace.platforms.ops, "sample".
 
 Rows are divided into tiles, so that one row fills a device as many do. Passes over the logits: one for the largest,
-which is all that greedy rows need; one for the mass above each of some edges; one that lists the tokens between the
-two edges where a filter, or the draw, ends. So three for a row whose filters and draw end within one list, one more
-for each that does not; and one for every sixteenth that is cut off where more tokens than fit a list lie between two
-edges. What is read back: nothing; what is launched does not depend on the options.
+which is all that greedy rows need; one for the number and mass above each of some edges; one, over tiles that hold any
+of them, that lists the tokens between the two edges where the first filter, or else the draw, ends (those above as
+well, if so few fit). So three at most for a row whose filters and draw end within the list. Each that does not takes
+one more by a single program, and, where more tokens than a list holds lie between two edges, one for each sixteenth
+that is cut off there. What is launched does not depend on the options, and nothing is read back.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from headrace.platforms.triton.launch import Launcher, launch_options, power_of_
 from headrace.platforms.triton.sampling_kernels import (
     draw_kernel,
     greedy_kernel,
+    list_kernel,
     masses_kernel,
     peaks_kernel,
 )
 
 BLOCK = 2048  # of a tile
 EDGES = 16  # as in the kernels
+SIZE = 8192  # of a list
 # name -> kernel, launch options
 KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
     "peaks": (peaks_kernel, {"num_warps": 4}),
     "masses": (masses_kernel, {"PART": 256, "num_warps": 8}),
+    "list": (list_kernel, {"num_warps": 8}),
     "greedy": (greedy_kernel, {"num_warps": 1}),
-    "draw": (draw_kernel, {"SIZE": 8192, "PART": 512, "CHUNK": 4096, "num_warps": 16}),
+    "draw": (draw_kernel, {"PART": 512, "CHUNK": 4096, "num_warps": 16}),
 }
 
 
@@ -39,7 +43,7 @@ def options(name: str, query: SampleQuery, runtime: Any) -> dict[str, Any]:
     """Launch options of one of KERNELS."""
     tiles = triton.cdiv(query.vocab, BLOCK)
     chosen = launch_options(f"sample_{name}", query, runtime, KERNELS[name][1], dependent=True)
-    return {**chosen, "BLOCK": BLOCK, "TILES": power_of_two(tiles)}
+    return {**chosen, "BLOCK": BLOCK, "SIZE": SIZE, "TILES": power_of_two(tiles)}
 
 
 class Sample:
@@ -49,9 +53,9 @@ class Sample:
 
     def __init__(self, query: SampleQuery, runtime: DeviceRuntime) -> None:
         chosen = {name: options(name, query, runtime) for name in KERNELS}
-        self._size = chosen["draw"]["SIZE"]
-        self._peaks, self._masses, self._greedy = (
-            Launcher(KERNELS[name][0], chosen[name]) for name in ("peaks", "masses", "greedy")
+        self._peaks, self._masses, self._list, self._greedy = (
+            Launcher(KERNELS[name][0], chosen[name])
+            for name in ("peaks", "masses", "list", "greedy")
         )
         self._draw, self._draw_guarded = (
             Launcher(draw_kernel, {**chosen["draw"], "GUARD": guard}) for guard in (False, True)
@@ -83,13 +87,13 @@ class Sample:
         if not greedy:
             return self._sample(ids, logits, temperature, top_k, top_p, min_p, uniform, True)
         if len(logits):
-            logits, best, _, finite = self._largest(logits)
+            logits, best, _, finite, _ = self._largest(logits)
             sizes = (logits.shape[1], best.shape[1])
             self._greedy((len(logits), 1, 1), best, finite, ids, *sizes)
         return ids
 
     def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The logits with neighbours side by side; of each tile the largest, the sum and how many are finite."""
+        """The logits with neighbours side by side; of each tile the largest, the sum and how many are finite; zeros."""
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         rows, vocab = logits.shape
@@ -97,9 +101,10 @@ class Sample:
         best = torch.empty(shape, dtype=torch.int64, device=device)
         totals = torch.empty(shape, dtype=torch.float32, device=device)
         finite = torch.empty(shape, dtype=torch.int32, device=device)
-        grid = (shape[1], rows, 1)
-        self._peaks(grid, logits, best, totals, finite, logits.stride(0), vocab, shape[1])
-        return logits, best, totals, finite
+        sums = torch.empty((rows, 2 * EDGES), dtype=torch.int64, device=device)
+        sizes = (logits.stride(0), vocab, shape[1])
+        self._peaks((shape[1], rows, 1), logits, best, totals, finite, sums, *sizes)
+        return logits, best, totals, finite, sums
 
     def _sample(
         self,
@@ -114,18 +119,17 @@ class Sample:
     ) -> torch.Tensor:
         if not len(logits):
             return ids
-        logits, best, totals, finite = self._largest(logits)
-        (rows, tiles), device, vocab = best.shape, logits.device, logits.shape[1]
+        logits, best, totals, finite, sums = self._largest(logits)
+        (rows, tiles), device = best.shape, logits.device
         edges = torch.empty((rows, EDGES), dtype=torch.float32, device=device)
-        counts = torch.empty((rows, tiles, EDGES), dtype=torch.int32, device=device)
-        masses = torch.empty((rows, tiles, EDGES), dtype=torch.int64, device=device)
-        sizes = (logits.stride(0), vocab, tiles)
-        facts = (best, totals, finite, edges, counts, masses)
+        counts = torch.empty((rows, EDGES, tiles), dtype=torch.int32, device=device)
+        values = torch.empty((rows, SIZE), dtype=torch.float32, device=device)
+        tokens = torch.empty((rows, SIZE), dtype=torch.int32, device=device)
+        sizes = (logits.stride(0), logits.shape[1], tiles)
+        facts = (best, totals, finite, sums, edges, counts)
         self._masses((tiles, rows, 1), logits, temperature, *facts, *sizes)
-        values = torch.empty((rows, self._size), dtype=torch.float32, device=device)
-        tokens = torch.empty((rows, self._size), dtype=torch.int32, device=device)
-        options = (temperature, top_k, top_p, min_p, uniform)
-        found = (best, finite, edges, counts, masses, values, tokens, ids)
+        asked = (logits, temperature, top_k, top_p, min_p, uniform)
+        self._list((tiles, rows, 1), *asked, best, sums, edges, counts, values, tokens, *sizes)
         launch = self._draw_guarded if guard else self._draw
-        launch((rows, 1, 1), logits, *options, *found, *sizes)
+        launch((rows, 1, 1), *asked, best, finite, sums, edges, values, tokens, ids, *sizes)
         return ids

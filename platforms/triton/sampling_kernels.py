@@ -74,9 +74,10 @@ def _finite(finite, request, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def peaks_kernel(
-    logits, best, totals, finite, stride, V, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, best, totals, finite, sums, stride, V, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Of each tile of a row: the largest logit and its lowest id, packed; how many are finite, and their sum."""
+    """Of each tile of a row: the largest logit and its lowest id, packed; how many are finite, and their sum.
+    `sums` [R, 2 * EDGES] are set to 0 for the next kernel."""
     after_previous(PDL)
     let_next_start(PDL)
     request = tl.program_id(1).to(tl.int64)
@@ -85,6 +86,9 @@ def peaks_kernel(
     key = _key(tl.where(found == found, found, float("-inf")) + 0.0)
     packed = tl.where(at < V, (key << 31) | (at ^ ID), NOTHING)
     here = request * tiles + tl.program_id(0)
+    if tl.program_id(0) == 0:
+        place = tl.arange(0, 2 * EDGES)
+        tl.store(sums + request * 2 * EDGES + place, tl.zeros([2 * EDGES], tl.int64))
     tl.store(best + here, tl.max(packed, axis=0))
     known = tl.abs(found) < float("inf")
     tl.store(finite + here, tl.sum(known.to(tl.int32), axis=0))
@@ -118,10 +122,11 @@ def _sums(both):
 
 @triton.jit
 def masses_kernel(
-    logits, temperatures, best, totals, finite, edges, counts, masses, stride, V, tiles,
+    logits, temperatures, best, totals, finite, sums, edges, counts, stride, V, tiles,
     TILES: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile of a row: how many tokens lie above each of EDGES values, and their mass.
+    """How many tokens of a row lie at or above each of EDGES values, and their mass: added to `sums`; the number in
+    each tile: counts [R, EDGES, tiles].
 
     The edges divide what lies between the largest and the mean logit, and a quarter more below; the last is -inf.
     """
@@ -148,9 +153,10 @@ def masses_kernel(
             at = tl.program_id(0) * BLOCK + part * PART + tl.arange(0, PART)
             both = _add_above(both, row, at, V, temperature, top, edge)
         count, mass = _sums(both)
-        here = (request * tiles + tl.program_id(0)) * EDGES + index
-        tl.store(counts + here, count)
-        tl.store(masses + here, mass)
+        tl.store(counts + (request * EDGES + index) * tiles + tl.program_id(0), count)
+        place = sums + request * 2 * EDGES + index
+        tl.atomic_add(place, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(place + EDGES, mass, sem="relaxed")
 
 
 @triton.jit
@@ -241,16 +247,76 @@ def _likely(key, top, min_p):
 
 
 @triton.jit
+def _first_place(count, mass, keys, least, k, top_p, uniform, V):
+    """At which edge the first filter that is on ends, or else the draw."""
+    total = _pick(mass, EDGES - 1)
+    by_count = (k > 0) & (k < V)
+    by_mass = top_p < 1
+    given = (least > LOWEST) & (by_count == 0) & (by_mass == 0)
+    share = tl.where(by_mass, top_p, uniform).to(tl.float64) * total.to(tl.float64)
+    goal = tl.where(by_mass, tl.ceil(share), tl.floor(share) + 1).to(tl.int64)
+    goal = tl.where(by_count, k, tl.minimum(tl.maximum(goal, 1), total))
+    reached = tl.where(by_count, count, mass)
+    behind = tl.where(given, keys > least, reached < goal)
+    return tl.minimum(tl.sum(behind.to(tl.int32), axis=0), EDGES - 1)
+
+
+@triton.jit
+def list_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, best, sums, edges, counts, values,
+    tokens, stride, V, tiles, TILES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Each tile's part of the list for the first stage, if there are no more than SIZE such tokens in the row."""
+    after_previous(PDL)
+    let_next_start(PDL)
+    request = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures + request)
+    if temperature > 0:
+        topmost, _ = _best(best, request, tiles, TILES)
+        top = tl.sum(_scale(tl.zeros([1], tl.float32) + _value(topmost), temperature), axis=0)
+        min_p = tl.load(min_ps + request)
+        least = tl.full([], LOWEST, tl.int64)
+        if min_p > 0:
+            least = _likely(_key(top), top, min_p)
+        index = tl.arange(0, EDGES)
+        count = tl.load(sums + request * 2 * EDGES + index)
+        mass = tl.load(sums + request * 2 * EDGES + EDGES + index)
+        edge = tl.load(edges + request * EDGES + index)
+        k, top_p = tl.load(top_ks + request).to(tl.int64), tl.load(top_ps + request)
+        uniform = tl.load(uniforms + request)
+        place = _first_place(count, mass, _key(edge), least, k, top_p, uniform, V)
+        whole = (place == 0) | (_pick(count, place) <= SIZE)
+        inside = _pick(count, place) - tl.where(whole, 0, _pick(count, place - 1))
+        tile = tl.arange(0, TILES)
+        here = counts + (request * EDGES + place) * tiles + tile
+        number = tl.load(here, mask=tile < tiles, other=0)
+        number -= tl.load(here - tiles, mask=(tile < tiles) & (whole == 0), other=0)
+        own = tl.sum(tl.where(tile == tl.program_id(0), number, 0), axis=0)
+        if (inside <= SIZE) & (own > 0):
+            filled = tl.sum(tl.where(tile < tl.program_id(0), number, 0), axis=0)
+            at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            logit = tl.load(logits + request * stride + at, mask=at < V, other=float("-inf"))
+            scaled = _scale(logit, temperature)
+            low = tl.sum(tl.where(index == place, edge, 0.0), axis=0)
+            above = tl.sum(tl.where(index == place - 1, edge, 0.0), axis=0)
+            within = (scaled >= low) & (whole | (scaled < above)) & (at < V)
+            order = request * SIZE + filled + tl.cumsum(within.to(tl.int32), axis=0) - 1
+            tl.store(values + order, scaled, mask=within)
+            tl.store(tokens + order, at, mask=within)
+
+
+@triton.jit
 def draw_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, uniforms, best, finite, edges, counts, masses,
-    values, tokens, ids, stride, V, tiles, TILES: tl.constexpr, SIZE: tl.constexpr,
-    PART: tl.constexpr, CHUNK: tl.constexpr, GUARD: tl.constexpr, PDL: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, uniforms, best, finite, sums, edges, values,
+    tokens, ids, stride, V, tiles, TILES: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+    CHUNK: tl.constexpr, GUARD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ids[r] for row r, one program a row. Stages: top-k, top-p, min-p, the draw.
 
-    Between which edges a stage's key lies is known from the tiles' sums. The tokens there (those above as well, if so
-    few fit) are copied to a list of SIZE that the key is then searched in; where more lie between two edges, new
-    edges divide what is between them, by a pass over the row, until they fit or are all equal.
+    Between which edges a stage's key lies is known from the sums. The tokens there (those above as well, if so few
+    fit) are on a list of SIZE that the key is searched in; where it lies elsewhere the list is made anew. Where more
+    lie between two edges, new edges divide what is between them, by a pass over the row, until they fit or are equal.
     """
     after_previous(PDL)
     let_next_start(PDL)
@@ -267,11 +333,8 @@ def draw_kernel(
         top = tl.sum(_scale(tl.zeros([1], tl.float32) + _value(topmost), temperature), axis=0)
         topmost = _key(top)
         index = tl.arange(0, EDGES)
-        tile = tl.arange(0, TILES)[:, None]
-        here = (request * tiles + tile) * EDGES + index[None, :]
-        within = (tile < tiles) & (index[None, :] < EDGES)
-        count = tl.sum(tl.load(counts + here, mask=within, other=0), axis=0).to(tl.int64)
-        mass = tl.sum(tl.load(masses + here, mask=within, other=0), axis=0)
+        count = tl.load(sums + request * 2 * EDGES + index)
+        mass = tl.load(sums + request * 2 * EDGES + EDGES + index)
         keys = _key(tl.load(edges + request * EDGES + index))
         k = tl.load(top_ks + request).to(tl.int64)
         top_p = tl.load(top_ps + request)
@@ -280,16 +343,18 @@ def draw_kernel(
         last = tl.full([], LOWEST, tl.int64)
         ties = tl.full([], MANY, tl.int64)
         kept = _pick(mass, EDGES - 1)
-        # the list: keys in [list_low, list_high], and what is above them
-        listed = tl.zeros([], tl.int32)
-        n = V + tl.zeros([], tl.int32)
-        list_low = tl.full([], 0, tl.int64)
-        list_high = tl.full([], -1, tl.int64)
-        base_count = tl.zeros([], tl.int64)
-        base_mass = tl.zeros([], tl.int64)
         least = tl.full([], LOWEST, tl.int64)
         if min_p > 0:
             least = _likely(topmost, top, min_p)
+        # the list that was made: keys in [list_low, list_high], and what is above them
+        place = _first_place(count, mass, keys, least, k, top_p, tl.load(uniforms + request), V)
+        whole = (place == 0) | (_pick(count, place) <= SIZE)
+        base_count = tl.where(whole, 0, _pick(count, place - 1))
+        base_mass = tl.where(whole, 0, _pick(mass, place - 1))
+        list_low = _pick(keys, place)
+        list_high = tl.where(whole, topmost, _pick(keys, place - 1) - 1)
+        n = (_pick(count, place) - base_count).to(tl.int32)
+        listed = (n <= SIZE).to(tl.int32)
         for stage in range(4):
             active = (
                 ((stage == 0) & (k > 0) & (k < V)) | ((stage == 1) & (top_p < 1)) | (stage == 3)
