@@ -290,7 +290,9 @@ def decode_kernel(
 
     With one part the result goes to `out`; else normalised results go to partial [B, Hq, splits, DV] and the
     logarithms (to base 2) of their sums to lse [B, Hq, splits]. With LAST the program that ends last for a request
-    and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch.
+    and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch; and
+    only the parts that have keys exist, packed to the front of the request's memory: a graph has as many programs as
+    the longest sequence needs.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
@@ -301,6 +303,14 @@ def decode_kernel(
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
+    parts = splits
+    if LAST:
+        parts = tl.maximum(tl.cdiv(length - begin, tl.maximum(share, BLOCK_N)), 1)
+        if split >= parts:
+            return
+        beyond = request * tl.num_programs(1) * GROUP * (splits - parts)
+        partial += beyond * DV
+        lse += beyond
     start = begin + split * share
     end = tl.minimum(start + share, length)
     row = tl.arange(0, BLOCK_M)
@@ -331,21 +341,21 @@ def decode_kernel(
     inside = live[:, None] & (at < DV)[None, :]
     empty = total == 0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    if splits == 1:
+    if parts == 1:
         places = out + request * o_token + heads * o_head
         tl.store(places[:, None] + at[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
-        part = (request * tl.num_programs(1) * GROUP + heads) * splits + split
+        part = (request * tl.num_programs(1) * GROUP + heads) * parts + split
         tl.store(partial + part[:, None] * DV + at[None, :], acc, mask=inside)
         logs = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(lse + part, logs, mask=live)
         if LAST:
             count = done + request * tl.num_programs(1) + head
             tl.debug_barrier()  # what all threads of the program stored comes before the count
-            if tl.atomic_add(count, 1, sem="acq_rel") == splits - 1:
+            if tl.atomic_add(count, 1, sem="acq_rel") == parts - 1:
                 tl.store(count, 0)
                 combine(
-                    out, partial, lse, request, head, splits, o_token, o_head,
+                    out, partial, lse, request, head, parts, o_token, o_head,
                     GROUP, HEADS, PARTS, DV, DV_PAD,
                 )  # fmt: skip
 
