@@ -1,4 +1,8 @@
-"""Contracts of the ops that own a packed weight: linear layers, embeddings, experts."""
+"""Contracts of the ops that own a packed weight: linear layers, embeddings, experts.
+
+A packed value keeps tensors, not addresses within them: where memory can sleep they move once after they are packed
+(DeviceAllocator.adopt).
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,12 @@ Send = Callable[[StepResult | FromWorker], None]
 
 # Failures of a call whose text is a sentence for people. Anything else is a defect and gets its traceback logged.
 _EXPECTED = (ModelError, PlatformError, SelectionError, OSError)
-_OUT_OF_MEMORY = ("out of memory", "not enough memory", "cannot allocate memory")
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "cannot allocate memory",
+    "status_alloc_failed",  # cuBLAS, hipBLAS
+)
 
 
 # How often a running step is asked whether it is ready, while no command comes.

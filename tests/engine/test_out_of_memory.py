@@ -6,12 +6,28 @@ import pytest
 import torch
 
 from headrace.engine.runner.runner import PendingStep
+from headrace.engine.workers.serve import is_out_of_memory
 from headrace.engine.workers.worker import Worker
 from tests.engine.driver import LocalEngine, greedy
 from tests.engine.tiny_models import make_tiny, prompt
 
 PROMPTS = [prompt(length) for length in (90, 3, 60, 17)]
 ROOM = 20  # tokens of a step
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)  # fmt: skip
+def test_what_counts_as_too_little_memory(error, memory):
+    assert is_out_of_memory(error) is memory
 
 
 @pytest.mark.parametrize("overlap", [True, False])

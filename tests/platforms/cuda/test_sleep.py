@@ -35,6 +35,20 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+# About 0.4 GB: experts are packed in a way of their own.
+EXPERTS = {
+    **SIZES,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 PROMPTS = [[7 * i % 31999 + 1 for i in range(length)] for length in (5, 64, 190)]
 
 
@@ -65,10 +79,14 @@ def test_memory_comes_back_and_a_graph_finds_it_again(runtime, allocator):
     assert part.data_ptr() == weight.data_ptr() + 20 and torch.equal(weight.cpu(), kept)
     target = cache.view(torch.float32)[: weight.numel()]
     graph, out = torch.cuda.CUDAGraph(), torch.zeros(72, device=runtime.device)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+
+    def body() -> None:
         target.copy_(weight).mul_(2)
         out.copy_(part).add_(target[5:77])
+
+    body()  # kernels are loaded before the capture
+    with torch.cuda.graph(graph):
+        body()
     awake = free()
     given = allocator.sleep("kv", keep=False) + allocator.sleep("weights", keep=True)
     assert given >= 1000 * MIB and free() - awake >= given - 8 * MIB
@@ -101,6 +119,8 @@ def folder(tmp_path_factory) -> Path:
         pytest.skip(reason)
     made = tmp_path_factory.mktemp("dummy")
     (made / "config.json").write_text(json.dumps(SIZES))
+    (made / "experts").mkdir()
+    (made / "experts" / "config.json").write_text(json.dumps(EXPERTS))
     return made
 
 
@@ -108,6 +128,18 @@ def answers(engine: CudaEngine) -> list[list[int]]:
     found = [answer.tokens for answer in engine.run(PROMPTS, greedy(24))]
     engine.scheduler.kv.forget_all()
     return found
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_experts_sleep(folder, level):
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "sleep_mode": True}
+    with CudaEngine(folder / "experts", **settings) as engine:
+        answers(engine)
+        before = answers(engine)
+        given = sum(engine.executor.call("sleep", level)["freed"].values())
+        assert given >= engine.info.weight_bytes * 0.98 + engine.plan.total_bytes
+        engine.executor.call("wake", ["weights", "kv"])
+        assert answers(engine) == before
 
 
 def test_ranks_sleep_together(folder):
