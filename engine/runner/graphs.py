@@ -90,6 +90,8 @@ class StepGraphs:
     warm: bool
     _captured: dict[GraphKey, tuple[Graph, _Body]] = field(default_factory=dict)
     _asked: dict[GraphKey, int] = field(default_factory=dict)
+    # Steps of these are padded all the same: other ranks may have the graph, and all must do the same work.
+    _failed: set[GraphKey] = field(default_factory=set)
 
     @property
     def count(self) -> int:
@@ -104,7 +106,7 @@ class StepGraphs:
             phase, tokens = PROMPT, int(plan.num_new[0])
         fits = (key for key in self.keys if key.phase == phase and key.num_tokens >= tokens)
         key = next(fits, None)
-        if key is None or key in self._captured:
+        if key is None or key in self._captured or key in self._failed:
             return key
         asked = self._asked[key] = self._asked.get(key, 0) + 1
         return key if asked > self.warm * PATIENCE else None
@@ -112,11 +114,12 @@ class StepGraphs:
     def next(self) -> GraphKey | None:
         """What is to be captured next when there is time. Small ones first: they gain most, for the host's work is the
         same in all."""
-        return next((key for key in self.keys if key not in self._captured), None)
+        done = self._captured.keys() | self._failed
+        return next((key for key in self.keys if key not in done), None)
 
     def run(self, key: GraphKey, step: StepInputs) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] of a step padded to the key; valid until the next one."""
-        if key not in self._captured and not self.capture(key, step):
+        if key in self._failed or (key not in self._captured and not self.capture(key, step)):
             body = _Body(self.model, step, self.runtime.device)
             body.plan(step)
             body()
@@ -138,7 +141,7 @@ class StepGraphs:
             with backend.session():
                 self._captured[key] = backend.capture(key, body, step.view.host_args()), body
         except Exception as error:
-            self.keys.remove(key)
+            self._failed.add(key)
             log.warning("%s steps of %d run without a graph: %s", key.phase, key.num_tokens, error)
             return False
         return True

@@ -272,7 +272,10 @@ def test_a_size_that_cannot_be_captured_runs_op_by_op(tiny: Tiny, monkeypatch, c
 
     monkeypatch.setattr(stepper.backend, "capture", refuse)
     assert stepper.greedy(0, prompt(20), PATIENCE + 3) == want
-    assert [key.num_reqs for key in graphs.keys] == [2] and graphs.count == 0
+    assert graphs.count == 0
+    # padded to its size all the same, as it is where other ranks have the graph; the next size may work
+    assert (key := graphs.pick(stepper.plan(0))) and key.num_reqs == 1
+    assert (following := graphs.next()) and following.num_reqs == 2
     assert "decode steps of 1 run without a graph: no memory for a graph" in caplog.text
 
 
