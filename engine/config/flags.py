@@ -352,7 +352,6 @@ _MEMORY_FLAGS = (
         "Offer POST /sleep and /wake_up: lend the device's memory to others and take it back.",
         parse.boolean,
         kind="switch",
-        aliases=("--enable-memory-saver",),
     ),
 )
 

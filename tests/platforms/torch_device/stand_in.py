@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,22 @@ GRAIN = 1 << 16
 
 def build(api: Api, folder: Path) -> Path:
     """A library of its own for each folder: nobody else counts in it."""
+    path = folder / f"{api.prefix}.so"
+    path.write_bytes(_compiled(api))
+    return path
+
+
+@functools.cache
+def _compiled(api: Api) -> bytes:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    path = folder / f"{api.prefix}.so"
     flags = ["-DPREFIX=hip", "-DHIP"] if api is HIP else []
     source = Path(__file__).with_name("virtual_memory.c")
-    subprocess.run([compiler, "-shared", "-fPIC", *flags, source, "-o", path], check=True)
-    return path
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "library.so")
+        subprocess.run([compiler, "-shared", "-fPIC", *flags, source, "-o", made], check=True)
+        return made.read_bytes()
 
 
 class StandIn:
