@@ -28,22 +28,26 @@ from headrace.platforms.triton.sampling_kernels import (
 
 BLOCK = 2048  # of a tile
 EDGES = 16  # as in the kernels
-SIZE = 8192  # of a list
+SIZE = 16384  # of a list, at most
 # name -> kernel, launch options
 KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
     "peaks": (peaks_kernel, {"num_warps": 4}),
     "masses": (masses_kernel, {"PART": 256, "num_warps": 8}),
     "list": (list_kernel, {"num_warps": 8}),
     "greedy": (greedy_kernel, {"num_warps": 1}),
-    "draw": (draw_kernel, {"PART": 512, "CHUNK": 4096, "num_warps": 16}),
+    "draw": (draw_kernel, {"PART": 512, "CHUNK": 2048, "num_warps": 16}),
 }
+
+
+def list_size(query: SampleQuery) -> int:
+    return min(SIZE, power_of_two(query.vocab))
 
 
 def options(name: str, query: SampleQuery, runtime: Any) -> dict[str, Any]:
     """Launch options of one of KERNELS."""
     tiles = triton.cdiv(query.vocab, BLOCK)
     chosen = launch_options(f"sample_{name}", query, runtime, KERNELS[name][1], dependent=True)
-    return {**chosen, "BLOCK": BLOCK, "SIZE": SIZE, "TILES": power_of_two(tiles)}
+    return {**chosen, "BLOCK": BLOCK, "SIZE": list_size(query), "TILES": power_of_two(tiles)}
 
 
 class Sample:
@@ -52,6 +56,7 @@ class Sample:
     fast_greedy = True
 
     def __init__(self, query: SampleQuery, runtime: DeviceRuntime) -> None:
+        self._size = list_size(query)
         chosen = {name: options(name, query, runtime) for name in KERNELS}
         self._peaks, self._masses, self._list, self._greedy = (
             Launcher(KERNELS[name][0], chosen[name])
@@ -123,8 +128,8 @@ class Sample:
         (rows, tiles), device = best.shape, logits.device
         edges = torch.empty((rows, EDGES), dtype=torch.float32, device=device)
         counts = torch.empty((rows, EDGES, tiles), dtype=torch.int32, device=device)
-        values = torch.empty((rows, SIZE), dtype=torch.float32, device=device)
-        tokens = torch.empty((rows, SIZE), dtype=torch.int32, device=device)
+        values = torch.empty((rows, self._size), dtype=torch.float32, device=device)
+        tokens = torch.empty((rows, self._size), dtype=torch.int32, device=device)
         sizes = (logits.stride(0), logits.shape[1], tiles)
         facts = (best, totals, finite, sums, edges, counts)
         self._masses((tiles, rows, 1), logits, temperature, *facts, *sizes)

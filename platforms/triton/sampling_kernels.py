@@ -385,9 +385,12 @@ def draw_kernel(
                         width = (high - low) // EDGES + 1
                         between = tl.maximum(high + 1 - width * (index + 1), low)
                         both = tl.zeros([EDGES, PART], tl.int64)
-                        for start in range(0, V, PART):
-                            at = start + tl.arange(0, PART)
-                            both = _add_above(both, row, at, V, temperature, top, _value(between))
+                        for start in range(0, V, 4 * PART):
+                            for part in tl.static_range(4):  # loads that do not wait for each other
+                                at = start + part * PART + tl.arange(0, PART)
+                                both = _add_above(
+                                    both, row, at, V, temperature, top, _value(between)
+                                )
                         few, weight = _sums(both)
                         number = few.to(tl.int64)
                         reached = tl.where(by_count, number, weight)
@@ -404,7 +407,7 @@ def draw_kernel(
                         n = inside.to(tl.int32)
                         list_low = low
                         list_high = high
-                        _list(row, V, temperature, low, high, values, tokens, SIZE, CHUNK)
+                        _list(row, V, temperature, low, high, values, tokens, SIZE, 2 * CHUNK)
                     else:  # all between are equal: the whole row is looked at
                         n = V + tl.zeros([], tl.int32)
                         base_count = tl.zeros([], tl.int64)
