@@ -25,7 +25,12 @@ from headrace.engine.weights.gguf import GGUFFile
 from headrace.engine.weights.gguf_names import ROPE_TENSORS, hf_name
 from headrace.engine.weights.layout import tensor_shapes
 from headrace.engine.weights.local import NoWeights
-from headrace.engine.weights.online import keeps_blocks, online_schemes, refuse_without_kernel
+from headrace.engine.weights.online import (
+    keeps_blocks,
+    online_schemes,
+    refuse_lost_blocks,
+    refuse_without_kernel,
+)
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
 from headrace.platforms.collectives import OP as COLLECTIVES
@@ -153,9 +158,9 @@ def decide(plan: Plan) -> list[Decision]:
     dtype, world = plan.config.model.dtype, device.tensor_parallel_size
     try:
         queries = selection_queries(plan.spec, dtype, plan.kv_dtype, world, blocks(plan), can)
-        refuse_without_kernel(
-            plan.config.model.quantization, (query for _, query in queries), plan.device.spec
-        )
+        asked, where = [query for _, query in queries], plan.device.spec
+        refuse_without_kernel(plan.config.model.quantization, asked, where)
+        refuse_lost_blocks(plan.config.model, _stored_blocks(plan), asked, where)
         seats = plan.config.scheduler.max_num_seqs
         query = SampleQuery(plan.spec.vocab, seats)
         queries += [(op, query) for op in ("sample", "logprobs", "penalties")]

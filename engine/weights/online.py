@@ -65,6 +65,19 @@ def refuse_without_kernel(quantization: str, queries: Iterable[Any], device: str
         )
 
 
+def refuse_lost_blocks(
+    settings: ModelSettings, stored: Mapping[str, str], queries: Iterable[Any], device: str
+) -> None:
+    """ModelError when blocks are to be computed with (--weights blocks) but every linear layer dequantizes them."""
+    kept = any(getattr(query, "scheme", "") for query in queries if hasattr(query, "in_features"))
+    if settings.weights == "blocks" and stored and not kept:
+        kinds = ", ".join(sorted(set(stored.values())))
+        raise ModelError(
+            f"--weights blocks has no kernel for {kinds} on {device} (headrace explain shows why); leave it out: the "
+            "weights are then dequantized at load"
+        )
+
+
 def _on_blocks(query: Any) -> bool:
     return hasattr(query, "in_features") and getattr(query, "scheme", "") in TYPES.values()
 

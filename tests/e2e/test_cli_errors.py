@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.tiny_gguf import write_tiny_gguf
+
 OFFLINE = {  # whoever asks the network fails at once
     "HF_HUB_OFFLINE": "1",
     "HTTPS_PROXY": "http://127.0.0.1:9",
@@ -157,6 +159,16 @@ def test_explain_needs_no_weights(tmp_path: Path) -> None:
     assert bare["warnings"][0].endswith("this is what its config.json alone says")
     refused = one_line(headrace("serve", str(tmp_path / "bare")), 2)
     assert "holds no weights" in refused
+
+
+def test_blocks_without_a_kernel_are_refused(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", "Q4_K")
+    words = (str(tmp_path / "tiny.gguf"), "--device", "cuda:sm_90")
+    refused = one_line(headrace("explain", *words, "--weights", "blocks"), 2)
+    assert "--weights blocks has no kernel for Q4_K on cuda:0" in refused
+    told = json.loads(headrace("explain", *words, "--json").stdout)  # dequantized at load
+    linears = [row for row in told["ops"] if row["op"] == "linear"]
+    assert linears and all(row["query"]["scheme"] == "" for row in linears)
 
 
 @pytest.mark.model
