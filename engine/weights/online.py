@@ -68,8 +68,8 @@ def refuse_without_kernel(quantization: str, queries: Iterable[Any], device: str
 def refuse_lost_blocks(
     settings: ModelSettings, stored: Mapping[str, str], queries: Iterable[Any], device: str
 ) -> None:
-    """ModelError when blocks are to be computed with (--weights blocks) but every linear layer dequantizes them."""
-    kept = any(getattr(query, "scheme", "") for query in queries if hasattr(query, "in_features"))
+    """ModelError when blocks are to be computed with (--weights blocks) but every layer dequantizes them."""
+    kept = any(getattr(query, "scheme", "") for query in queries)
     if settings.weights == "blocks" and stored and not kept:
         kinds = ", ".join(sorted(set(stored.values())))
         raise ModelError(
