@@ -21,7 +21,7 @@ from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.cpu.packed_weights import PackedWeights
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
@@ -72,7 +72,7 @@ Linear = _struct(
     "x_stride y_stride",
     "rows k n format x_dtype y_dtype",
     ("softcap", c_float),
-    ("exact", c_int32),
+    ("prompt", c_int32),
 )
 Rotary = _struct(
     "Rotary",

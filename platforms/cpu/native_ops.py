@@ -177,9 +177,8 @@ class NativeLinear(LinearImpl):
         n, k = packed.rows, packed.k
         if out is None:
             out = kernels.empty((rows, n), self._out)
-        # Steps that read prompts are not captured: they take the exact way, so that a prompt gives the same text
-        # however much of it was cached. The head runs for sampled rows only, in decode steps too.
-        exact = int(kernels.tape is None and not self.query.out_dtype)
+        # Steps that read prompts are not captured. The head runs for sampled rows only, in decode steps too.
+        prompt = int(kernels.tape is None and not self.query.out_dtype)
         scratch = 0
         if self._quantized and rows > 4:
             size = kernels.library.hr_linear_scratch(self._format, rows, k)
@@ -190,7 +189,7 @@ class NativeLinear(LinearImpl):
             native.Linear(
                 x.data_ptr(), packed.data.data_ptr(), bias, out.data_ptr(), scratch,
                 x.stride(0), out.stride(0), rows, k, n, self._format,
-                DTYPES[x.dtype], DTYPES[out.dtype], 0.0, exact,
+                DTYPES[x.dtype], DTYPES[out.dtype], 0.0, prompt,
             ),
         )  # fmt: skip
         return out

@@ -104,7 +104,7 @@ void linear(hr_pool* pool) {
   const int rows = chance(10) ? 0 : between(1, chance(30) ? 70 : 9), y_dtype = between(0, 2);
   hr_linear a{};
   a.rows = rows, a.k = int(w.k), a.n = int(w.n), a.format = format, a.x_dtype = x_dtype, a.y_dtype = y_dtype;
-  a.x_stride = w.k + between(0, 9), a.y_stride = w.n + between(0, 9), a.exact = between(0, 1);
+  a.x_stride = w.k + between(0, 9), a.y_stride = w.n + between(0, 9), a.prompt = between(0, 1);
   a.softcap = chance(20) ? 30.0f : 0.0f;
   const int64_t x_count = rows ? (rows - 1) * a.x_stride + w.k : 0, y_count = rows ? (rows - 1) * a.y_stride + w.n : 0;
   Memory x(x_count * int64_t(kSize[x_dtype]), kSize[x_dtype]), y(y_count * int64_t(kSize[y_dtype]), kSize[y_dtype]);

@@ -74,11 +74,23 @@ def test_linear(native, kind, dtype):
         assert exact.max() <= ACTIVATIONS, (rows, float(exact.max()))
         if rows <= FEW:  # what the rounding left over is multiplied too
             assert spread(exact) <= 5e-4, (rows, spread(exact))
-            continue
-        # tighter: either the activations were rounded as above, or not at all (bfloat16 tiles)
-        same = (y - rounded_to_8_bits(x) @ weight.T) / size
-        errors = {"rows": spread(same), "tiles": spread(exact)}
-        assert any(errors[way] <= KERNEL[way] for way in KERNEL), (rows, errors)
+        else:
+            # tighter: either the activations were rounded as above, or not at all (bfloat16 tiles)
+            same = (y - rounded_to_8_bits(x) @ weight.T) / size
+            errors = {"rows": spread(same), "tiles": spread(exact)}
+            assert any(errors[way] <= KERNEL[way] for way in KERNEL), (rows, errors)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_prompts_in_pieces(native, kind):
+    """What a token of a prompt becomes is the same however the prompt is cut."""
+    raw = blocks(kind, FEATURES, WIDTH)
+    op = native("linear", LinearQuery(WIDTH, FEATURES, "float32", kind))
+    packed = op.pack(raw, None)
+    x = torch.randn(150, WIDTH, generator=torch.Generator().manual_seed(2))
+    whole = op(x, packed)
+    for first, last in ((0, 5), (0, 149), (7, 20), (100, 150), (60, 66)):
+        torch.testing.assert_close(op(x[first:last], packed), whole[first:last], rtol=0, atol=0)
 
 
 def spread(errors: torch.Tensor) -> float:

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 7
+#define HR_ABI_VERSION 8
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2, HR_I8 = 3 };
 
@@ -64,7 +64,7 @@ struct hr_linear {
   int64_t x_stride, y_stride;
   int32_t rows, k, n, format, x_dtype, y_dtype;
   float softcap; /* of y; 0 = none */
-  int32_t exact; /* prefer exact activations to speed where there is a choice */
+  int32_t prompt; /* of a step that reads prompts: what it computes must not depend on how they are cut */
 };
 
 /* In place on q [rows, q_heads, head_dim] and k [rows, k_heads, head_dim]; cos_sin [L, rotary_dim] float32.

@@ -1,7 +1,7 @@
 // y = x w^T + bias for float, bf16 and block-quantized panels; one row, few rows and many rows are separate paths.
 #pragma once
 #include "abi.h"
-#include "matmul.h"
+#include "matmul8.h"
 #include "pool.h"
 
 namespace hr {
@@ -11,8 +11,10 @@ constexpr int kRowBlock = 512;   // rows that share one dequantized panel
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
-// Without tiles, rows from which four bf16 panels are taken together; steps that read prompts make quantized ones bf16.
+// Without tiles, rows from which four bf16 panels are taken together.
 constexpr int kWideRows = 16;
+// The same for two quantized panels, which are unpacked for it: the results are the same to the last bit.
+constexpr int kWideRowsQuantized = 24;
 
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
 
@@ -51,17 +53,15 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
   else write_row<fp16>(a, c, row, panel);
 }
 
-// Both terms of x: what a prompt leaves in the cache must not depend on how many of its tokens were cached before.
-inline bool is_fine(const hr_linear& a) { return a.exact || a.rows <= kFineRows; }
+// Both terms of x.
+inline bool is_fine(const hr_linear& a) { return a.rows <= kFineRows; }
 
 // Rows of x lie in the scratch memory in sets of as many as a kernel takes, few rows in one smaller set.
-inline int set_rows(const hr_linear& a) {
-  return a.rows <= kFineRows ? row_stride(a.rows) : is_fine(a) ? kFineRows : kRows;
-}
+inline int set_rows(const hr_linear& a) { return row_stride(a.rows <= kRows ? int(a.rows) : kRows); }
 
 inline int64_t linear_scratch(int64_t rows, int64_t k) {
   const int64_t sets = (rows + kRows - 1) / kRows;
-  return sets * QuantRows::bytes(k, kRows);
+  return sets * QuantRows::bytes(k, kRows);  // more than ByteRows takes
 }
 
 // Blocks [first, last) of 32 inputs of all rows in one set.
@@ -118,8 +118,7 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
     for (int r = 0; r < a.rows; r += stride) {
       const int n = a.rows - r < stride ? a.rows - r : stride;
       const QuantRows x(rows + r / stride * bytes, a.k, stride);
-      const int least = is_fine(a) && stride == kFineRows ? 3 : 1;  // the kernels of fewer rows expect a smaller set
-      panel_fn(t, n < least ? least : n, is_fine(a))(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
+      panel_fn(t, n, is_fine(a))(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
   }
@@ -141,30 +140,21 @@ void run_linear_rows(const void* p, int chunk, int chunks, Scratch&) {
   }
 }
 
-#if HR_DEQUANT
-// Many rows, four panels at a time; quantized ones are made bf16.
-inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch& scratch) {
+#if HR_BF16_DOTS
+// Many rows, four panels of bf16 at a time.
+inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch&) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
-  QuantType t{};
-  const bool quantized = quant_type(a.format, &t);
-  const int64_t all = panels(a.n), sets = (all + kWideCols - 1) / kWideCols;
-  const int64_t bytes = panel_bytes(a.format, a.k), wide = a.k * kCols * 2;
-  uint8_t* made = quantized ? scratch.need(size_t(wide * kWideCols)) : nullptr;
+  const int64_t all = panels(a.n), sets = (all + kWideCols - 1) / kWideCols, bytes = panel_bytes(a.format, a.k);
   const bf16* x = static_cast<const bf16*>(a.x);
   for (int64_t set = sets * chunk / chunks; set < sets * (chunk + 1) / chunks; ++set) {
     const int64_t first = set * kWideCols;
     const int cols = int(all - first < kWideCols ? all - first : kWideCols);
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * bytes;
-    if (quantized) {
-      const PanelShape shape(t, a.k);
-      for (int j = 0; j < cols; ++j) dequant_panel(t, w + j * bytes, shape, made + j * wide);
-      w = made;
-    }
     if (cols == kWideCols) {
       float c[kBlockRows][kWideCols * kCols];
       for (int r = 0; r < a.rows; r += kBlockRows) {
         const int n = a.rows - r < kBlockRows ? a.rows - r : kBlockRows;
-        mm_block<kWideCols>(x + r * a.x_stride, a.x_stride, n, w, kCols * 4, wide, a.k, c[0], kWideCols * kCols, false);
+        mm_block<kWideCols>(x + r * a.x_stride, a.x_stride, n, w, kCols * 4, bytes, a.k, c[0], kWideCols * kCols, false);
         for (int i = 0; i < n; ++i)
           for (int j = 0; j < cols; ++j) write_row(a, c[i] + j * kCols, r + i, first + j);
       }
@@ -175,9 +165,66 @@ inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch& scrat
       for (int r = 0; r < a.rows; r += kRows) {
         const int n = a.rows - r < kRows ? a.rows - r : kRows;
         std::memset(c, 0, sizeof c);
-        mm_rows<true>(x + r * a.x_stride, a.x_stride, w + j * wide, kCols * 4, a.k, c, n);
+        mm_rows<true>(x + r * a.x_stride, a.x_stride, w + j * bytes, kCols * 4, a.k, c, n);
         for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, first + j);
       }
+  }
+}
+#endif
+
+#if HR_MATMUL8
+inline void run_quantize_bytes(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  QuantType t{};
+  quant_type(a.format, &t);
+  const ByteRows out(a.scratch, a.rows, a.k);
+  const int64_t rows = a.rows;
+  for (int64_t r = rows * chunk / chunks; r < rows * (chunk + 1) / chunks; ++r) {
+    const int64_t at = r * a.x_stride;
+    int8_t* q = out.q + r * a.k;
+    float* d = out.d + r * (a.k / 32);
+    int32_t* zero = out.zero + r * (a.k / t.group);
+    if (a.x_dtype == HR_F32) quantize_bytes(static_cast<const float*>(a.x) + at, a.k, t, q, d, zero);
+    else if (a.x_dtype == HR_F16) quantize_bytes(static_cast<const fp16*>(a.x) + at, a.k, t, q, d, zero);
+    else quantize_bytes(static_cast<const bf16*>(a.x) + at, a.k, t, q, d, zero);
+  }
+}
+
+// How many times the rows are cut, so that threads end together where there are few panels.
+inline int64_t row_cuts(const hr_linear& a, int64_t pairs, int threads) {
+  const int64_t wanted = threads == 1 ? 1 : (6 * threads + pairs - 1) / pairs, most = (a.rows + 127) / 128;
+  return wanted < most ? wanted : most;
+}
+
+// Many rows, two quantized panels at a time. A chunk is a pair of panels and a cut of the rows.
+inline void run_linear_pairs(const void* p, int chunk, int chunks, Scratch& scratch) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  QuantType t{};
+  quant_type(a.format, &t);
+  const PanelShape shape(t, a.k);
+  const ByteRows x(a.scratch, a.rows, a.k);
+  const int64_t all = panels(a.n), pairs = (all + kPair - 1) / kPair, cuts = chunks / pairs;
+  const int64_t first = chunk / cuts * kPair, cut = chunk % cuts, rows = a.rows;
+  const int cols = int(all - first < kPair ? all - first : kPair);
+  const int64_t wide = a.k * kCols, floats = shape.groups * kCols;
+  // scratch: [bytes of two panels][their scales][their minimums]
+  uint8_t* b = scratch.need(size_t(kPair * (wide + 8 * floats)));
+  float *d = reinterpret_cast<float*>(b + kPair * wide), *m = d + kPair * floats;
+  const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * shape.bytes;
+  for (int j = 0; j < cols; ++j)
+    unpack_panel(t, w + j * shape.bytes, shape, b + j * wide, d + j * floats, m + j * floats);
+  float c[kPairRows][kPair * kCols];
+  const int64_t end = rows * (cut + 1) / cuts;
+  for (int64_t r = rows * cut / cuts; r < end; r += kPairRows) {
+    const int count = int(end - r < kPairRows ? end - r : kPairRows);
+    mm_pair(t, x, r, count, cols, b, d, m, a.k, c);
+    for (int j = 0; j < cols; ++j) {
+      const vf columns = load(reinterpret_cast<const float*>(w + j * shape.bytes));
+      for (int i = 0; i < count; ++i) {
+        store(c[i] + j * kCols, mul(load(c[i] + j * kCols), columns));
+        write_row(a, c[i] + j * kCols, r + i, first + j);
+      }
+    }
   }
 }
 #endif
@@ -239,7 +286,7 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   QuantType t{};
   const bool quantized = quant_type(a.format, &t);
 #if HR_AMX
-  if (a.rows >= (quantized && !a.exact ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
+  if (a.rows >= (quantized && !a.prompt ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
     const int64_t chunks = (panels(a.n) + 1) / 2 * ((a.rows + kRowBlock - 1) / kRowBlock);
     if (chunks <= 65535) {
       out[0] = {run_linear_tiles, &a, int(chunks)};
@@ -250,11 +297,21 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   // Few rows: large chunks, for the memory is read in long runs. More rows: small ones, so that threads end together.
   const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? 6 : 16);
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
-#if HR_DEQUANT
-  if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && (quantized ? a.exact != 0 : a.format == HR_W_BF16)) {
+#if HR_BF16_DOTS
+  if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && a.format == HR_W_BF16) {
     const int64_t sets = (n + kWideCols - 1) / kWideCols;
     out[0] = {run_linear_wide, &a, threads == 1 ? 1 : clamp_chunks(sets < wanted ? sets : wanted)};
     return 1;
+  }
+#endif
+#if HR_MATMUL8
+  if (quantized && a.rows >= kWideRowsQuantized) {
+    const int64_t pairs = (n + kPair - 1) / kPair, all = pairs * row_cuts(a, pairs, threads);
+    if (all <= 65535) {
+      out[0] = {run_quantize_bytes, &a, threads};
+      out[1] = {run_linear_pairs, &a, int(all)};
+      return 2;
+    }
   }
 #endif
   if (quantized) {

@@ -159,6 +159,7 @@ inline void mm_rows(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int
 }
 
 #if HR_AVX512 && defined(__AVX512BF16__)
+#define HR_BF16_DOTS 1
 constexpr int kWideCols = 4, kBlockRows = 6;  // panels and rows whose sums fill the registers
 
 // C[R][16 P] (`ldc` floats a row) = or += A[R, 0..k) * B for P panels that lie `panel` bytes apart: each pair of A is
@@ -276,9 +277,8 @@ inline void mm_tiles(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, 
 
 #endif
 
-#if HR_AVX512 && defined(__AVX512BF16__)
-#define HR_DEQUANT 1
-// One panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit and the dot products of bf16 multiply.
+#if HR_AMX
+// One panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit multiplies.
 template <int BITS, int GROUP, bool MIN>
 void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point, uint8_t* out) {
   const uint8_t* data = panel + shape.data_at;
