@@ -104,7 +104,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     selection: list[dict[str, Any]]
     phases: dict[str, float]  # seconds of each phase
     notes: list[str] = []  # decisions with reasons, e.g. the context length chosen
-    free_bytes: int = 0  # on each device at start: weights, a step, KV cache and what is left; 0 = not known
+    # on each device at start: weights, a step, KV cache and what is left; 0 = not known
+    free_bytes: int = 0
     step_bytes: int = 0  # the largest step's memory and captured steps'
     graphs: int = 0  # that will be captured while the engine runs
 
