@@ -46,8 +46,12 @@ class ReferenceRouter:
         query = self.query
         if query.plain:
             return topk_softmax(logits, top_k, renormalize)
-        scores = logits.sigmoid() if query.scoring == "sigmoid" else logits.softmax(-1)
-        choice = scores if bias is None else scores + bias
+        sigmoid = query.scoring == "sigmoid"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        # logits are in the order of their softmax, small ones too
+        choice = scores if sigmoid or bias is not None else logits
+        if bias is not None:
+            choice = choice + bias
         if query.groups > 1:
             choice = self._within_groups(choice, 1 if bias is None else 2)
         ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

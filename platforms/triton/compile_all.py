@@ -67,6 +67,12 @@ LATENT = (16, 128)
 LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256), (576, 960))
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
+# DeepSeek-V2-Lite's, V2's and V3's
+ROUTERS = (
+    RouterQuery(64, 6, scale=1.5),
+    RouterQuery(160, 6, groups=8, top_groups=3, scale=16.0),
+    RouterQuery(256, 8, True, "sigmoid", groups=8, top_groups=4, bias=True, scale=2.5),
+)
 # integers that kernels are not specialized on
 NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m", "top", "M")
 
@@ -282,6 +288,11 @@ def _routing(runtime: Any) -> Iterator[Variant]:
     pointers = {"logits": "fp32", "weights": "fp32"}
     pointers |= dict.fromkeys(("ids", "counts", "order", "tiles"), "i32")
     scalars = dict.fromkeys(("stride", "P", "most_tiles", "block_m"), "i32")
+    for router in ROUTERS:
+        options = routing.options(router, runtime)
+        label = f"route {router.experts}/{router.top_k} {router.scoring}"
+        numbers = {**pointers, "bias": "fp32"}
+        yield Variant(label, routing.route_kernel, numbers, scalars, options)
     for count, top_k, hidden, size in EXPERTS:
         options = routing.options(RouterQuery(count, top_k, True), runtime)
         kernel = routing.topk_softmax_kernel

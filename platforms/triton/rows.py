@@ -127,7 +127,10 @@ def implementations(
         check = _newer("topk_softmax", known(Check(), device))
         check.need(query.experts <= MOST_EXPERTS, f"{query.experts} experts exceed {MOST_EXPERTS}")
         check.need(query.top_k <= MOST_CHOSEN, f"{query.top_k} of them exceed {MOST_CHOSEN}")
-        return check.need(query.plain, "it routes by softmax over all experts").verdict()
+        check.need(query.experts % query.groups == 0, f"{query.groups} groups are unlike in size")
+        if not query.plain and check.verdict().status == "yes":
+            check.doubt("routing other than by softmax was never run on a device")
+        return check.verdict()
 
     def verdict(
         op: str, judge: Callable[[Any, DeviceInfo, Check], Check]

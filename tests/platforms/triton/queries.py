@@ -104,6 +104,10 @@ def experts(dtype: str) -> list[Named]:
     routers = ((8, 2, True), (60, 4, False), (128, 8, True), (5, 5, False))
     return [
         *(("topk_softmax", RouterQuery(*router)) for router in routers),
+        ("topk_softmax", RouterQuery(20, 3, scale=1.5)),
+        ("topk_softmax", RouterQuery(160, 6, groups=8, top_groups=3, scale=16.0)),
+        ("topk_softmax", RouterQuery(64, 8, True, "sigmoid", 8, 4, True, 2.5)),
+        ("topk_softmax", RouterQuery(12, 3, False, "sigmoid", bias=True)),
         ("fused_experts", ExpertsQuery(5, 2, 96, 80, dtype)),
         ("fused_experts", ExpertsQuery(24, 5, 64, 48, dtype, activation="gelu_tanh")),
     ]
