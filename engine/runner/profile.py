@@ -326,11 +326,15 @@ def _read_rate(runner: Runner) -> float:
 
 
 def _multiply_rate(runner: Runner) -> float:
-    """Operations a second of a product in the model's dtype, large enough to fill the device."""
-    size, device = (1024 if on_host(runner) else 8192), runner.runtime.device
+    """Operations a second of a product in the model's dtype: of the largest one that takes little time."""
+    device = runner.runtime.device
     dtype = getattr(torch, runner.model.attention_impls[0].query.dtype)
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / _best(runner, lambda: a @ b.t())
+    size, took = 512, 0.0
+    while took < 1e-3 and size < 8192:
+        size *= 2
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        took = _best(runner, lambda a=a, b=b: a @ b.t())  # type: ignore[misc]
+    return 2 * size**3 / took
 
 
 def _best(runner: Runner, call: Callable[[], Any]) -> float:

@@ -45,6 +45,10 @@ def main(folder: Path, family: str, ranks: int = 1) -> None:
             answers = engine.run(asked, greedy(NEW_TOKENS, logprobs=1))
             _, wrong = check_answers(asked, answers, truth, model, "float32")
             assert not wrong, wrong
+        for sizes in ((3, 20), (2, 5, 8)) if ranks == 1 else ():
+            step = engine.executor.call("profile_step", *sizes)
+            assert len(step["ops"]) > 10 and not step["on_host"], step
+            assert all(seconds > 0 for *_, seconds in step["ops"])
     truth.close()
     assert not guard.touched, guard.touched
     if ranks == 1:
