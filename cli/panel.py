@@ -110,7 +110,7 @@ def _memory(info: EngineReady) -> list[tuple[str, str]]:
         return []
     parts = {
         "weights": info.weight_bytes,
-        "for a step": info.step_bytes,
+        "for a step and graphs" if info.graphs else "for a step": info.step_bytes,
         "KV cache": info.kv_bytes,
         "left": info.free_bytes - info.weight_bytes - info.step_bytes - info.kv_bytes,
     }
