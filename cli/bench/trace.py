@@ -83,7 +83,9 @@ def _launched(events: Sequence[Event]) -> Iterator[Launched]:
     where = {}
     open_marks: list[Event] = []
     # a mark before a launch of the same microsecond, the outer one before the inner one
-    order = sorted([*marks, *launches], key=lambda e: (e["ts"], e not in marks, -e["dur"]))
+    order = sorted(
+        [*marks, *launches], key=lambda e: (e["ts"], e["cat"] != "user_annotation", -e["dur"])
+    )
     for event in order:
         while open_marks and open_marks[-1]["ts"] + open_marks[-1]["dur"] < event["ts"]:
             open_marks.pop()
