@@ -17,17 +17,27 @@ router = APIRouter()
 TAGS = {"weights": "weights", "kv_cache": "kv"}
 _SHOWN = {name: tag for tag, name in TAGS.items()}
 
-_MODES = ("abort", "wait")
+_LEVELS, _MODES = ("1", "2"), ("abort", "wait")
 
 
-@router.post("/sleep")
+def _shown(**parameters: tuple[str, ...]) -> dict[str, Any]:
+    """What /docs shows of query parameters that are read here by hand: their values, the default first."""
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}
+            for name, values in parameters.items()
+        ]
+    }
+
+
+@router.post("/sleep", openapi_extra=_shown(level=_LEVELS, mode=_MODES))
 async def sleep(request: Request) -> Response:
     """Give the device's memory back. `level` 1 keeps the weights in host memory, 2 drops them and reads the files
     again at wake_up; the KV cache is dropped. `mode` abort ends what runs, wait lets it finish. Answers when done."""
     _require_enabled(request)
     given = _parameters(request, "level", "mode")
     level, mode = given.get("level", "1"), given.get("mode", "abort")
-    if level not in ("1", "2"):
+    if level not in _LEVELS:
         raise invalid(
             f"'level' is 1 (weights to host memory) or 2 (weights dropped), not {level[:32]!r}.",
             "level",
@@ -49,7 +59,7 @@ async def sleep(request: Request) -> Response:
     )
 
 
-@router.post("/wake_up")
+@router.post("/wake_up", openapi_extra=_shown(tags=tuple(TAGS)))
 async def wake_up(request: Request) -> Response:
     """Take the memory again: all of it, or only `tags` (weights, kv_cache; may be repeated). Answers when done."""
     _require_enabled(request)

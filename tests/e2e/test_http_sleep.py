@@ -102,6 +102,14 @@ def test_parameters_reach_the_engine(server: Live, engine: Sleepy):
     ]
 
 
+def test_parameters_are_documented(server: Live):
+    paths = server.http.get("/openapi.json").json()["paths"]
+    named = [row["name"] for row in paths["/sleep"]["post"]["parameters"]]
+    assert (
+        named == ["level", "mode"] and paths["/wake_up"]["post"]["parameters"][0]["in"] == "query"
+    )
+
+
 def test_what_fails_is_said(server: Live, engine: Sleepy):
     engine.error = "the host has 5 MiB free"
     error = refused(server.http.post("/sleep"), 503)
