@@ -178,3 +178,8 @@ class TritonMLA(TritonAttention):
         if splits > 1 and not self._decode.options["LAST"]:
             grid = (plan.decodes, self._parts, 1)
             self._combine(grid, out, partial, lse, splits, out.stride(0), out.stride(1))
+
+
+def attention_of(query: AttentionQuery, runtime: DeviceRuntime) -> TritonAttention:
+    """The implementation for the query."""
+    return (TritonMLA if query.latent else TritonAttention)(query, runtime)

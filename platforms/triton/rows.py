@@ -145,7 +145,7 @@ def implementations(
     rows = (
         ("linear", f"{home}.linear:TritonLinear", _linear),
         ("fused_experts", f"{home}.experts:TritonExperts", _experts),
-        ("paged_attention", f"{home}.attention:attention_of", _attention),
+        ("paged_attention", f"{home}.mla:attention_of", _attention),
         ("rms_norm", f"{home}.norms:RmsNorm", _norm),
         ("fused_add_rms_norm", f"{home}.norms:AddRmsNorm", _norm),
         ("rotary_embedding", f"{home}.rotary:Rotary", _rotary),

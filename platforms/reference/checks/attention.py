@@ -35,6 +35,8 @@ CUTS = ((1,), (16, 32), (17, 50, 51), tuple(range(90, 100)))
 
 
 def make_query(dtype: str = "float32", **options: Any) -> AttentionQuery:
+    if options.get("latent"):
+        return AttentionQuery(HEADS, 1, SIZE + 16, SIZE, dtype, dtype, SIZE**-0.5, **options)
     return AttentionQuery(HEADS, KV_HEADS, SIZE, SIZE, dtype, dtype, SIZE**-0.5, **options)
 
 
@@ -44,6 +46,12 @@ def random_tokens(op: PagedAttention, count: int, seed: int = 0) -> torch.Tensor
     shape = (count, query.q_heads + 2 * query.kv_heads, query.head_dim)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(op.runtime.device, getattr(torch, query.dtype))
+
+
+def parts(query: AttentionQuery, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v of such rows."""
+    q, k, v = rows.split((query.q_heads, query.kv_heads, query.kv_heads), dim=1)
+    return q, k, k[..., : query.v_head_dim] if query.latent else v
 
 
 class Sequence:
@@ -58,11 +66,9 @@ class Sequence:
         self.caches = make_caches(op, self.size, 1 + int(self.table.max()), device)
 
     def run(self, *cuts: int) -> torch.Tensor:
-        query = self.op.query
-        heads = query.q_heads, query.kv_heads, query.kv_heads
         results, start = [], 0
         for stop in (*cuts, self.length):
-            q, k, v = self.qkv[start:stop].split(heads, dim=1)
+            q, k, v = parts(self.op.query, self.qkv[start:stop])
             batch = make_batch(Requests(((stop, stop - start),)), self.table, self.size, q.device)
             plan = self.op.plan(batch, 0)
             self.op.write(k, v, *self.caches, plan)
@@ -122,9 +128,9 @@ def formats_are_in_order(make: Make, dtype: str) -> None:
         require(fmt.accepts(size), f"the preferred block size {size} is not accepted")
 
 
-def batch_mates_do_not_matter(make: Make, dtype: str) -> None:
+def batch_mates_do_not_matter(make: Make, dtype: str, **options: Any) -> None:
     """Four sequences in a history step and a mixed step: together, and each alone."""
-    op = make(make_query(dtype, window=30))
+    op = make(make_query(dtype, **options))
     size, lengths = block_sizes(op)[0], ((40, 1), (7, 1), (33, 10), (64, 63))
     table = scattered_blocks(Requests(lengths), size, 1)
     tokens = [random_tokens(op, total, i) for i, (total, _) in enumerate(lengths)]
@@ -135,7 +141,7 @@ def batch_mates_do_not_matter(make: Make, dtype: str) -> None:
         for requests in (history, Requests(tuple(lengths[i] for i in chosen))):
             steps = zip(chosen, requests.lengths, strict=True)
             new = [tokens[i][total - count : total] for i, (total, count) in steps]
-            q, k, v = torch.cat(new).split(SPLIT, dim=1)
+            q, k, v = parts(op.query, torch.cat(new))
             plan = op.plan(make_batch(requests, table[chosen], size, q.device), 0)
             op.write(k, v, *caches, plan)
             result = op.attend(q, *caches, plan)
@@ -160,11 +166,15 @@ class _Static:
 
 
 def replays_follow_the_buffers(
-    make: Make, dtype: str, lengths: tuple[tuple[tuple[int, int], ...], ...], least: GraphSupport
+    make: Make,
+    dtype: str,
+    lengths: tuple[tuple[tuple[int, int], ...], ...],
+    least: GraphSupport,
+    **options: Any,
 ) -> None:
     """A captured step, replayed for other sequences than it was captured with. `lengths`: keys and new tokens of each
     request, the same number of tokens in all; `least`: what an implementation must be able to capture."""
-    op = make(make_query(dtype, graph=True))
+    op = make(make_query(dtype, graph=True, **options))
     if op.graph < least:
         raise NothingToCheck("its steps of this kind are not captured")
     runtime, size = op.runtime, block_sizes(op)[0]
@@ -183,7 +193,7 @@ def replays_follow_the_buffers(
         for cache in caches:
             drawn = torch.randn(cache.shape, generator=torch.Generator().manual_seed(1))
             cache.copy_(drawn.to(device, cache.dtype))
-        q, k, v = random_tokens(op, tokens).split(SPLIT, dim=1)
+        q, k, v = parts(op.query, random_tokens(op, tokens))
         static, batch = _Static(device), make_batch(first, tables[first], size, device)
         held: list[Any] = [None]
         results: list[torch.Tensor] = [q]
@@ -241,15 +251,19 @@ CHECKS: dict[str, OpCheck] = {
     "skipped slots are not written": skipped_slots_are_not_written,
     "the result goes where it is asked to": the_result_goes_where_it_is_asked_to,
     "formats are in order": formats_are_in_order,
-    "batch mates do not matter": batch_mates_do_not_matter,
-    "replays follow the buffers": partial(
-        replays_follow_the_buffers,
-        lengths=(((40, 1), (70, 1)), ((300, 1), (9, 1))),
-        least=GraphSupport.DECODE_ONE,
+    "batch mates do not matter": partial(batch_mates_do_not_matter, window=30),
+    "chunks do not change the result: latent": partial(
+        chunks_do_not_change_the_result, latent=True
     ),
-    "replays of prompts follow the buffers": partial(
-        replays_follow_the_buffers,
-        lengths=(((150, 150), (42, 42)), ((300, 191), (1, 1))),
-        least=GraphSupport.ALWAYS,
-    ),
+    "batch mates do not matter: latent": partial(batch_mates_do_not_matter, latent=True),
+    **{
+        f"replays of {kind} follow the buffers{': latent' if latent else ''}": partial(
+            replays_follow_the_buffers, lengths=lengths, least=least, latent=latent
+        )
+        for kind, lengths, least in (
+            ("decodes", (((40, 1), (70, 1)), ((300, 1), (9, 1))), GraphSupport.DECODE_ONE),
+            ("prompts", (((150, 150), (42, 42)), ((300, 191), (1, 1))), GraphSupport.ALWAYS),
+        )
+        for latent in (False, True)
+    },
 }
