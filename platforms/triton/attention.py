@@ -307,12 +307,3 @@ class TritonAttention(PagedAttention):
         if splits > 1 and not self._decode.options["LAST"]:
             grid = (plan.decodes, self._parts, 1)
             self._combine(grid, out, partial, lse, splits, out.stride(0), out.stride(1))
-
-
-def attention_of(query: AttentionQuery, runtime: DeviceRuntime) -> PagedAttention:
-    """The implementation for the query."""
-    if query.latent:
-        from headrace.platforms.triton.mla import TritonMLA
-
-        return TritonMLA(query, runtime)
-    return TritonAttention(query, runtime)
