@@ -235,9 +235,11 @@ class Runner:
         runtime, limits = self.runtime, self.limits
         count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         if self._stream is None:
+            # what captured steps hold between them: at most twice the largest one's
+            graphs = 2 * max((key.num_tokens for key in self.graph_keys()), default=0)
             return estimate_activations(
                 self.model.spec,
-                limits.max_num_batched_tokens,
+                limits.max_num_batched_tokens + graphs,
                 count,
                 self._collectives.world,
                 SLICE_ELEMENTS,

@@ -67,7 +67,9 @@ def test_memory_adds_up(plan: Plan, ready: EngineReady) -> None:
         "5.00 MiB free at start = 1.00 MiB weights + 512 KiB for a step + 1.00 MiB KV cache + 2.50 MiB left"
     )
     graphs = msgspec.structs.replace(known, graphs=14)
-    assert "512 KiB for a step and graphs" in dict(facts(plan, graphs, URL, tokenizer, 0.5))["memory"]
+    assert (
+        "512 KiB for a step and graphs" in dict(facts(plan, graphs, URL, tokenizer, 0.5))["memory"]
+    )
     many = msgspec.structs.replace(known, world=2)
     assert "free at start on each" in dict(facts(plan, many, URL, tokenizer, 0.5))["memory"]
 
