@@ -32,10 +32,10 @@ SIZE = 16384  # of a list, at most
 # name -> kernel, launch options
 KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
     "peaks": (peaks_kernel, {"num_warps": 4}),
-    "masses": (masses_kernel, {"PART": 256, "num_warps": 8}),
+    "masses": (masses_kernel, {"num_warps": 8}),
     "list": (list_kernel, {"num_warps": 8}),
     "greedy": (greedy_kernel, {"num_warps": 1}),
-    "draw": (draw_kernel, {"PART": 512, "CHUNK": 2048, "num_warps": 16}),
+    "draw": (draw_kernel, {"PART": 256, "CHUNK": 2048, "num_warps": 16}),
 }
 
 

@@ -1,7 +1,7 @@
 """The kernels of sampling.py.
 
 Tokens are ordered by a key, the bits of their scaled logit as an integer that grows with it. Masses are whole numbers
-of 2^-43 of the largest, so that sums are exact, whatever the order they are made in and however rows are divided. A
+of 2^-42 of the largest, so that sums are exact, whatever the order they are made in and however rows are divided. A
 prefix of the order is a key and how many tokens of just that key belong to it, lowest ids first; each filter, and the
 draw itself, asks for the largest key whose tokens, with all above it, reach a number of tokens or a mass.
 """
@@ -15,10 +15,13 @@ from headrace.platforms.triton.launch import after_previous, let_next_start
 
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 MANY = tl.constexpr(1 << 40)  # more tokens than there are
-UNIT = tl.constexpr(2.0**43)  # the largest mass
+UNIT = tl.constexpr(2.0**42)  # the largest mass
+HALF = tl.constexpr(
+    2.0**21
+)  # masses are added up as two numbers below this, of which float32 holds PARTS exactly
+HALF_BITS = tl.constexpr(21)
+PARTS = tl.constexpr(8)
 EDGES = tl.constexpr(16)
-COUNT_BITS = tl.constexpr(10)  # tokens of one lane that a sum may hold beside their mass
-COUNT = tl.constexpr(1023)  # those bits
 ID = tl.constexpr(0x7FFFFFFF)
 NOTHING = tl.constexpr(-(2**63))
 
@@ -107,23 +110,33 @@ def greedy_kernel(best, finite, ids, V, tiles, TILES: tl.constexpr, PDL: tl.cons
 
 
 @triton.jit
-def _add_above(both, row, at, V, temperature, top, edges):
-    """`both` [EDGES, lanes] and, of what is at or above each of EDGES values, mass and (in the low bits) number."""
-    scaled = _scale(tl.load(row + at, mask=at < V, other=float("-inf")), temperature)
-    one = tl.where(at < V, (_mass(scaled, top) << COUNT_BITS) + 1, 0)
-    return both + tl.where(scaled[None, :] >= edges[:, None], one[None, :], 0)
+def _above_edges(row, start, V, temperature, top, edges, PART: tl.constexpr):
+    """Of PARTS pieces of PART tokens: how many, and what mass, are at or above each of EDGES values, lane by lane.
 
-
-@triton.jit
-def _sums(both):
-    """Counts int32 and masses int64 [EDGES]."""
-    return tl.sum((both & COUNT).to(tl.int32), axis=1), tl.sum(both >> COUNT_BITS, axis=1)
+    int32 and int64 [EDGES, PART]. Added up in float32, without a rounding: the units that multiply are twice as many
+    as those that add whole numbers, and take what a comparison says as a factor.
+    """
+    number = tl.zeros([EDGES, PART], tl.float32)
+    upper = tl.zeros([EDGES, PART], tl.float32)
+    lower = tl.zeros([EDGES, PART], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = start + part * PART + tl.arange(0, PART)
+        scaled = _scale(tl.load(row + at, mask=at < V, other=float("-inf")), temperature)
+        share = tl.where(scaled == top, 1.0, tl.exp(scaled - top)) * HALF
+        whole = tl.floor(share)
+        rest = tl.floor((share - whole) * HALF)
+        scaled = tl.where(at < V, scaled, float("nan"))  # above nothing
+        above = tl.where(scaled[None, :] >= edges[:, None], 1.0, 0.0)
+        number += above
+        upper += above * whole[None, :]
+        lower += above * rest[None, :]
+    return number.to(tl.int32), (upper.to(tl.int64) << HALF_BITS) + lower.to(tl.int64)
 
 
 @triton.jit
 def masses_kernel(
     logits, temperatures, best, totals, finite, sums, edges, counts, stride, V, tiles,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """How many tokens of a row lie at or above each of EDGES values, and their mass: added to `sums`; the number in
     each tile: counts [R, EDGES, tiles].
@@ -148,11 +161,9 @@ def masses_kernel(
         if tl.program_id(0) == 0:
             tl.store(edges + request * EDGES + index, edge)
         row = logits + request * stride
-        both = tl.zeros([EDGES, PART], tl.int64)
-        for part in tl.static_range(BLOCK // PART):
-            at = tl.program_id(0) * BLOCK + part * PART + tl.arange(0, PART)
-            both = _add_above(both, row, at, V, temperature, top, edge)
-        count, mass = _sums(both)
+        start = tl.program_id(0) * BLOCK
+        few, weight = _above_edges(row, start, V, temperature, top, edge, BLOCK // PARTS)
+        count, mass = tl.sum(few, axis=1), tl.sum(weight, axis=1)
         tl.store(counts + (request * EDGES + index) * tiles + tl.program_id(0), count)
         place = sums + request * 2 * EDGES + index
         tl.atomic_add(place, count.to(tl.int64), sem="relaxed")
@@ -384,15 +395,16 @@ def draw_kernel(
                     while (inside > SIZE) & (low < high):
                         width = (high - low) // EDGES + 1
                         between = tl.maximum(high + 1 - width * (index + 1), low)
-                        both = tl.zeros([EDGES, PART], tl.int64)
-                        for start in range(0, V, 4 * PART):
-                            for part in tl.static_range(4):  # loads that do not wait for each other
-                                at = start + part * PART + tl.arange(0, PART)
-                                both = _add_above(
-                                    both, row, at, V, temperature, top, _value(between)
-                                )
-                        few, weight = _sums(both)
-                        number = few.to(tl.int64)
+                        few = tl.zeros([EDGES, PART], tl.int32)
+                        weights = tl.zeros([EDGES, PART], tl.int64)
+                        for start in range(0, V, PARTS * PART):
+                            some, heavy = _above_edges(
+                                row, start, V, temperature, top, _value(between), PART
+                            )
+                            few += some
+                            weights += heavy
+                        number = tl.sum(few, axis=1).to(tl.int64)
+                        weight = tl.sum(weights, axis=1)
                         reached = tl.where(by_count, number, weight)
                         behind = tl.where(given, between > least, reached < goal)
                         place = tl.minimum(tl.sum(behind.to(tl.int32), axis=0), EDGES - 1)

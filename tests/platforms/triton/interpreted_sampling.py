@@ -68,8 +68,7 @@ def main() -> int:
     torch.set_num_threads(1)
     # tiles and lists so small that rows have many of them and edges are drawn anew
     sampling.BLOCK, sampling.SIZE = 256, 64
-    sampling.KERNELS["masses"][1]["PART"] = 128
-    sampling.KERNELS["draw"][1].update(PART=256, CHUNK=256)
+    sampling.KERNELS["draw"][1].update(PART=64, CHUNK=256)
     platform = CpuPlatform()
     runtime = platform.open(platform.probe()[0])
     choose, wrong = random.Random(0).choice, 0
