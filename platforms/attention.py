@@ -88,6 +88,18 @@ class PagedAttention(ABC):
         """
         raise NotImplementedError
 
+    def turn_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        turn: Turn,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        plan: Any,
+    ) -> torch.Tensor:
+        """`turn_and_write`, then `attend` with what it gave."""
+        return self.attend(self.turn_and_write(q, k, v, turn, caches, plan), *caches, plan)
+
     @abstractmethod
     def attend(
         self,

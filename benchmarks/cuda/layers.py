@@ -80,6 +80,10 @@ class Ops:
             self.route = TopkSoftmax(RouterQuery(shape.experts, shape.top_k, True), runtime)
             self.experts = TritonExperts(ExpertsQuery(*sizes, DTYPE), runtime)
 
+    def apart(self, q: Any, k: Any, v: Any, turn: Turn, caches: Any, plan: Any) -> torch.Tensor:
+        q = self.attention.turn_and_write(q, k, v, turn, caches, plan)
+        return self.attention.attend(q, *caches, plan)
+
 
 def _router(shape: Shape, out: int) -> str:
     return "float32" if out == shape.experts else ""
@@ -130,7 +134,7 @@ class Layers:
         return Ops(self._shape, runtime)
 
     def run(self, ops: Ops, fused: bool) -> torch.Tensor:
-        """x after the layers, [1, hidden]. `fused`: norms are part of the products behind them."""
+        """x after the layers, [1, hidden]. `fused`: norms are part of what follows, and so is rotary embedding."""
         shape, x, residual = self._shape, self._x, self._residual.clone()
         plan = ops.attention.plan(self._batch, 0)
 
@@ -145,8 +149,8 @@ class Layers:
         heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
         for caches, weights in self._layers:
             qkv = normed(ops.linears[0], weights[0])[0].view(1, -1, shape.head)
-            q = ops.attention.turn_and_write(*qkv.split(heads, dim=1), self._turn, caches, plan)
-            attended = ops.attention.attend(q, *caches, plan)
+            turn = ops.attention.turn_and_attend if fused else ops.apart
+            attended = turn(*qkv.split(heads, dim=1), self._turn, caches, plan)
             x = ops.linears[1](attended.flatten(1), weights[1])
             if shape.experts:
                 logits, kept = normed(ops.linears[2], weights[2], keep=True)

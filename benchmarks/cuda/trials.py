@@ -352,7 +352,7 @@ def chain_space(model: str) -> dict[str, list[dict[str, int]]]:
 
 def chain_trials() -> Iterator[Trial]:
     for model in LAYERS:
-        for way in ("", "separate norms", "no dependent launches"):
+        for way in ("", "unfused", "no dependent launches"):
             yield Trial("chain", (model,), way=way)
         for kernel, changes in chain_space(model).items():
             yield from (Trial("chain", (model,), {kernel: change}) for change in changes)
@@ -367,7 +367,7 @@ def chain_calls(runtime: Any, trial: Trial, copies: int) -> list[Call]:
     made = layers(trial.load[0], 1 if copies == 1 else COPIES_LAYERS)
     pdl = trial.way != "no dependent launches"
     ops = made.ops(Changed(runtime, trial.changes, pdl))
-    return [lambda: made.run(ops, trial.way != "separate norms")]
+    return [lambda: made.run(ops, trial.way != "unfused")]
 
 
 def chain_limit(load: tuple[Any, ...]) -> float:

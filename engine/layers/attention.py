@@ -98,13 +98,13 @@ class Attention(Layer):
         if self._turns:
             weights = norms and (norms[0].weight, norms[1].weight)
             turn = self.rotary.turn(positions, weights, self._eps)
-            q = self.impl.turn_and_write(q, k, v, turn, caches, plan)
+            attended = self.impl.turn_and_attend(q, k, v, turn, caches, plan)
         else:
             if norms:
                 q, k = norms[0](q), norms[1](k)
             self.rotary(positions, q, k)
             self.impl.write(k, v, *caches, plan)
-        attended = self.impl.attend(q, *caches, plan)
+            attended = self.impl.attend(q, *caches, plan)
         return self.out(attended.flatten(1))
 
 

@@ -347,13 +347,20 @@ def block_sizes(op: PagedAttention) -> list[int]:
     return [n for n in dict.fromkeys(wanted) if any(fmt.accepts(n) for fmt in formats)][:3]
 
 
-def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int) -> Tensors:
-    """Write the history of every request, then this step's keys and values, attend; also what was written."""
+def run_attention(
+    op: PagedAttention, draw: _Draw, requests: Requests, size: int, turned: bool | None = None
+) -> Tensors:
+    """Write the history of every request, then this step's keys and values, attend; also what was written.
+
+    `turned`: whether this step's queries and keys are normed before they are turned; None: they are neither.
+    """
     query, device = op.query, draw.device
     table = scattered_blocks(requests, size, draw.seed)
     k_cache, v_cache = make_caches(op, size, 1 + int(table.max()), device)
 
-    def step(part: Requests, table: np.ndarray) -> tuple[BatchView, torch.Tensor]:
+    def step(
+        part: Requests, table: np.ndarray, turned: bool | None = None
+    ) -> tuple[BatchView, torch.Tensor]:
         tokens = sum(n for _, n in part.lengths) + part.padding
         k = draw.normal(tokens, query.kv_heads, query.head_dim, dtype=query.dtype)
         v = k[..., : query.v_head_dim]
@@ -362,6 +369,11 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
         q = draw.normal(tokens, query.q_heads, query.head_dim, dtype=query.dtype, scale=2.0)
         batch = make_batch(part, table, size, device)
         plan = op.plan(batch, 0)
+        if turned is not None:
+            turn = _turn(draw, tokens, query.head_dim, turned)
+            if op.turns(RotaryQuery(query.head_dim, query.head_dim, query.dtype)):
+                return batch, op.turn_and_attend(q, k, v, turn, (k_cache, v_cache), plan)
+            q, k = _turned(q, k, turn)
         op.write(k, v, k_cache, v_cache, plan)
         sinks = draw.normal(query.q_heads) if query.sinks else None
         return batch, op.attend(q, k_cache, v_cache, plan, sinks=sinks)
@@ -369,7 +381,7 @@ def run_attention(op: PagedAttention, draw: _Draw, requests: Requests, size: int
     past = {i: total - new for i, (total, new) in enumerate(requests.lengths) if total > new}
     if past:
         step(Requests(tuple((n, n) for n in past.values())), table[list(past)])
-    batch, result = step(requests, table)
+    batch, result = step(requests, table, turned)
     slots = torch.cat(
         [
             batch.block_tables[0][i].long()[at // size] * size + at % size
@@ -395,17 +407,12 @@ def run_turn(op: PagedAttention, draw: _Draw, requests: Requests, norm: bool) ->
     rows = draw.normal(tokens, heads + 2 * query.kv_heads, width, dtype=query.dtype, scale=2.0)
     q, k, v = rows.split((heads, query.kv_heads, query.kv_heads), dim=1)
     v = v[..., : query.v_head_dim]
-    angles = draw.normal(64, width // 2, scale=3.0)
-    turn = Turn(draw.integers(64, tokens), torch.cat([angles.cos(), angles.sin()], dim=-1))
-    if norm:
-        turn.norms, turn.eps = (draw.normal(width), draw.normal(width)), 1e-6
+    turn = _turn(draw, tokens, width, norm)
     plan = op.plan(batch, 0)
     if op.turns(RotaryQuery(width, width, query.dtype)):
         q = op.turn_and_write(q, k, v, turn, caches, plan)
     else:
-        if turn.norms:
-            q, k = (ops.rms_norm(x, w, turn.eps) for x, w in zip((q, k), turn.norms, strict=True))
-        ops.rotary_embedding(turn.positions, q, k, turn.cos_sin, True)
+        q, k = _turned(q, k, turn)
         op.write(k, v, *caches, plan)
     slots = batch.slot_mappings[0]
     slots = slots[slots >= 0]
@@ -413,6 +420,21 @@ def run_turn(op: PagedAttention, draw: _Draw, requests: Requests, norm: bool) ->
     if query.kv_dtype == "int8":
         stored = [dequantize(plain) for plain in stored]
     return q[: batch.num_tokens], *stored
+
+
+def _turn(draw: _Draw, tokens: int, width: int, norm: bool) -> Turn:
+    angles = draw.normal(64, width // 2, scale=3.0)
+    turn = Turn(draw.integers(64, tokens), torch.cat([angles.cos(), angles.sin()], dim=-1))
+    if norm:
+        turn.norms, turn.eps = (draw.normal(width), draw.normal(width)), 1e-6
+    return turn
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor, turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
+    if turn.norms:
+        q, k = (ops.rms_norm(x, w, turn.eps) for x, w in zip((q, k), turn.norms, strict=True))
+    ops.rotary_embedding(turn.positions, q, k, turn.cos_sin, True)
+    return q, k
 
 
 ATTENTION_BATCHES: dict[str, Requests] = {
@@ -443,6 +465,18 @@ def paged_attention(query: AttentionQuery, device: torch.device, seed: int) -> l
         )
         for name, norm in (("decode, chunk and prompt", False), ("padded", True))
         if not query.latent  # only a part of its keys is turned
+    ]
+    turned += [
+        _case(
+            f"turn and attend, {name}{', with norms' if norm else ''}",
+            lambda op, draw, name=name, norm=norm: run_attention(  # type: ignore[misc]
+                op, draw, ATTENTION_BATCHES[name], block_sizes(op)[0], norm
+            ),
+            device,
+            seed,
+        )
+        for name, norm in (("many unlike decodes", False), ("padded", True))
+        if not query.latent and not query.sinks
     ]
     return turned + [
         _case(

@@ -19,6 +19,7 @@ from headrace.platforms.triton.attention_kernels import (
     combine_kernel,
     decode_kernel,
     prefill_kernel,
+    turn_decode_kernel,
     turn_write_kernel,
     write_kernel,
 )
@@ -79,6 +80,12 @@ def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, A
     return chosen | combined_at_once(query, chosen["num_warps"])
 
 
+def turns_decodes(query: AttentionQuery, options: dict[str, Any]) -> bool:
+    """Whether decode_kernel's program that combines may also be one that writes a key before it reads it."""
+    whole = query.head_dim == query.v_head_dim == options["D_PAD"]
+    return bool(whole and options["LAST"] and not query.sinks)
+
+
 def combine_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     chosen = launch_options("combine", query, runtime, {"num_warps": 4}, dependent=True)
     shape = {"GROUP": query.q_heads // query.kv_heads, "DV": query.v_head_dim}
@@ -136,7 +143,10 @@ class TritonAttention(PagedAttention):
         self._turn = Launchers(turn_write_kernel, options)
         parts = (-(-heads // options["HEADS"]) for heads in (query.q_heads, *[query.kv_heads] * 2))
         self._turn_blocks = sum(parts)  # of q, k and v
-        self._decode = Launchers(decode_kernel, decode_options(query, runtime))
+        options = decode_options(query, runtime)
+        self._decode = Launchers(decode_kernel, options)
+        self._turns_decodes = turns_decodes(query, options)
+        self._turn_decode = Launchers(turn_decode_kernel, options)
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
         self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
         options = self._prefill.options
@@ -246,6 +256,32 @@ class TritonAttention(PagedAttention):
                 *caches[0].stride()[:3], *caches[1].stride()[:3], turn.eps,
             )  # fmt: skip
         return q
+
+    def turn_and_attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        turn: Turn,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        plan: Plan,
+    ) -> torch.Tensor:
+        query, tokens = self.query, q.shape[0]
+        if not self._turns_decodes or plan.tiles is not None or plan.decodes != tokens:
+            return super().turn_and_attend(q, k, v, turn, caches, plan)
+        out = torch.empty(tokens, *q.shape[1:], dtype=q.dtype, device=q.device)
+        if tokens:
+            partial, lse = self._partial(out, plan)
+            norms = turn.norms or (turn.cos_sin, turn.cos_sin)
+            self._turn_decode(SIZE=plan.block_size, NORM=turn.norms is not None)(
+                (plan.splits, query.kv_heads, tokens),
+                out, partial, lse, self._done, q, k, v, turn.positions, turn.cos_sin, *norms,
+                plan.slots, *caches, plan.seq_lens, plan.table, self._no_sinks,
+                out.stride(0), out.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+                v.stride(0), v.stride(1), *caches[0].stride()[:3], *caches[1].stride()[:3],
+                plan.table.stride(0), plan.splits, query.scale, turn.eps,
+            )  # fmt: skip
+        return out
 
     def attend(
         self,

@@ -275,52 +275,42 @@ def combine(
         tl.store(place, result, mask=(mine < GROUP)[:, None] & (at < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits"])
-def decode_kernel(
-    out, partial, lse, done, q, k_cache, v_cache, seq_lens, table, sinks,
-    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
-    table_stride, splits, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def extent(
+    length, split, splits, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """Request b, one query token: a program for each of `splits` parts of its keys.
-
-    With one part the result goes to `out`; else normalised results go to partial [B, Hq, splits, DV] and the
-    logarithms (to base 2) of their sums to lse [B, Hq, splits]. With LAST the program that ends last for a request
-    and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch; and
-    only the parts that have keys exist, packed to the front of the request's memory: a graph has as many programs as
-    the longest sequence needs.
-    """
-    split, head = tl.program_id(0), tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
-    length = tl.load(seq_lens + request)
-    let_next_start(PDL)
-    after_previous(PDL)
+    """(first key, the one behind the last, parts) of one part of a sequence's keys. With LAST only parts that have keys
+    count, at least one of them."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(length - begin, splits), BLOCK_N) * BLOCK_N
+    start = begin + split * share
     parts = splits
     if LAST:
         parts = tl.maximum(tl.cdiv(length - begin, tl.maximum(share, BLOCK_N)), 1)
-        if split >= parts:
-            return
+    return start, tl.minimum(start + share, length), parts
+
+
+@triton.jit
+def attend_part(
+    queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
+    o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PRECISION: tl.constexpr, LAST: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What decode_kernel says, for the queries [BLOCK_M, D_PAD] of its program."""
+    split, head = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    if LAST:
         beyond = request * tl.num_programs(1) * GROUP * (splits - parts)
         partial += beyond * DV
         lse += beyond
-    start = begin + split * share
-    end = tl.minimum(start + share, length)
     row = tl.arange(0, BLOCK_M)
     heads = head * GROUP + row
     live = row < GROUP
-    at = tl.arange(0, D_PAD)
-    places = q + request * q_token + heads * q_head
-    queries = tl.load(
-        places[:, None] + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0
-    )
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
@@ -358,6 +348,103 @@ def decode_kernel(
                     out, partial, lse, request, head, parts, o_token, o_head,
                     GROUP, HEADS, PARTS, DV, DV_PAD,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits"])
+def decode_kernel(
+    out, partial, lse, done, q, k_cache, v_cache, seq_lens, table, sinks,
+    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
+    table_stride, splits, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, LAST: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Request b, one query token: a program for each of `splits` parts of its keys.
+
+    With one part the result goes to `out`; else normalised results go to partial [B, Hq, splits, DV] and the
+    logarithms (to base 2) of their sums to lse [B, Hq, splits]. With LAST the program that ends last for a request
+    and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch; and
+    only the parts that have keys exist, packed to the front of the request's memory: a graph has as many programs as
+    the longest sequence needs.
+    """
+    split, head = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    let_next_start(PDL)
+    after_previous(PDL)
+    start, end, parts = extent(length, split, splits, WINDOW, BLOCK_N, LAST)
+    if split >= parts:
+        return
+    row = tl.arange(0, BLOCK_M)
+    at = tl.arange(0, D_PAD)
+    places = q + request * q_token + (head * GROUP + row) * q_head
+    mask = (row < GROUP)[:, None] & (at < D)[None, :]
+    queries = tl.load(places[:, None] + at[None, :], mask=mask, other=0.0)
+    attend_part(
+        queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
+        o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
+        GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
+        HEADS, PARTS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits"], do_not_specialize_on_alignment=["slots"])
+def turn_decode_kernel(
+    out, partial, lse, done, q, k, v, positions, cos_sin, q_norm, k_norm, slots,
+    k_cache, v_cache, seq_lens, table, sinks,
+    o_token, o_head, q_token, q_head, k_token, k_head, v_token, v_head,
+    k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale, eps,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, LAST: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """decode_kernel behind turn_write_kernel, for heads of D = DV = D_PAD numbers, all of which are turned.
+
+    Every program turns its queries; the one whose part ends with the newest key turns that key and writes it and its
+    value before it reads its part.
+    """
+    HALF: tl.constexpr = D // 2
+    split, head = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(seq_lens + request)
+    slot = tl.load(slots + request)
+    at = tl.arange(0, HALF)[None, :]
+    angles = cos_sin + tl.load(positions + request) * D
+    cos = tl.load(angles + at)
+    sin = tl.load(angles + HALF + at)
+    let_next_start(PDL)
+    after_previous(PDL)
+    start, end, parts = extent(length, split, splits, WINDOW, BLOCK_N, LAST)
+    if split >= parts:
+        return
+    if (split == parts - 1) & (slot >= 0):
+        block, offset = slot // SIZE, slot % SIZE
+        one = tl.arange(0, 1)[:, None]
+        rows = k + request * k_token + head * k_head + one
+        first, second = turned(rows, at >= one, cos, sin, k_norm, eps, HALF, NORM, HALF)
+        place = k_cache + block * k_block + head * k_run + offset * k_slot + at
+        tl.store(place, as_stored(first, k_cache))
+        tl.store(place + HALF, as_stored(second, k_cache))
+        values = v + request * v_token + head * v_head + at
+        place = v_cache + block * v_block + head * v_run + offset * v_slot + at
+        tl.store(place, as_stored(tl.load(values), v_cache))
+        tl.store(place + HALF, as_stored(tl.load(values + HALF), v_cache))
+        tl.debug_barrier()  # all threads read what each of them wrote
+    row = tl.arange(0, BLOCK_M)
+    rows = (q + request * q_token + (head * GROUP + row) * q_head)[:, None]
+    live = (row < GROUP)[:, None] & (at >= 0)
+    first, second = turned(rows, live, cos, sin, q_norm, eps, HALF, NORM, HALF)
+    queries = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (BLOCK_M, D))
+    attend_part(
+        queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
+        o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
+        GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
+        HEADS, PARTS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])

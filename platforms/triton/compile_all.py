@@ -179,6 +179,9 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
             chosen = {**attention.turn_options(query, runtime), "SIZE": 32, "NORM": norm}
             text = f"turn and write {label}{' norms' if norm else ''}"
             yield Variant(text, kernel, inputs, numbers, chosen)
+        yield from _turned_decodes(
+            label, query, {**pointers, **inputs}, {**scalars, **numbers}, runtime
+        )
 
 
 def _latent(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
@@ -198,6 +201,22 @@ def _latent(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Ite
             label = f"latent {name} {short} {heads}" + (f" KV {kv}" if kv != short else "")
             options = {**made(query, runtime), "SIZE": 32}
             yield Variant(label, kernel, pointers, scalars, options)
+
+
+def _turned_decodes(
+    label: str,
+    query: AttentionQuery,
+    pointers: Mapping[str, str],
+    scalars: Mapping[str, str],
+    runtime: Any,
+) -> Iterator[Variant]:
+    options = attention.decode_options(query, runtime)
+    if not attention.turns_decodes(query, options):
+        return
+    for norm in (False, True):
+        chosen = {**options, "SIZE": 32, "NORM": norm}
+        text = f"turn and decode {label}{' norms' if norm else ''}"
+        yield Variant(text, attention_kernels.turn_decode_kernel, pointers, scalars, chosen)
 
 
 def _rows(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
