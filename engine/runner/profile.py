@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan
 from headrace.engine.models.base import Model, StepContext
 from headrace.engine.runner.batch import StepInputs
-from headrace.engine.runner.costs import attend
 from headrace.engine.runner.graphs import StaticBuffers
 from headrace.engine.runner.watch import (
     MARK,
@@ -30,12 +28,15 @@ from headrace.engine.runner.watch import (
     OpRow,
     Spans,
     on_host,
+    stored,
     watched_ops,
     watched_steps,
 )
 from headrace.platforms.graph import GraphKey
 from headrace.platforms.kv_layout import KVPlan
 from headrace.platforms.ops import Ops
+from headrace.platforms.profiling.costs import attend
+from headrace.platforms.profiling.rates import multiply_rate, read_rate
 
 if TYPE_CHECKING:
     from headrace.engine.runner.runner import Runner
@@ -175,7 +176,8 @@ def profile_step(
     ValueError when it cannot be had.
     """
     load = Load(runner, kv, requests, context, prompt)
-    activity = runner.runtime.profiler_activity()
+    runtime = runner.runtime
+    activity = runtime.profiler_activity()
     try:
         filled = load.fill()
         spans = Spans()
@@ -202,8 +204,8 @@ def profile_step(
             "host": spans.parts(),
             "on_host": on_host(runner),
             "spans": spans.rows,
-            "bandwidth": runner.runtime.read_bandwidth() or _read_rate(runner),
-            "multiply": _multiply_rate(runner),
+            "bandwidth": runtime.read_bandwidth() or read_rate(runtime),
+            "multiply": multiply_rate(runtime, runner.model.attention_impls[0].query.dtype),
             "ops": rows,
             "trace": trace,
         }
@@ -259,7 +261,7 @@ def _taped(runner: Runner, load: Load, spans: Spans) -> list[OpRow]:
         first, seconds = row[0], median(one.seconds for one in row)
         nbytes = first.weight_bytes
         if first.op == "attention" and (impl := next(impls, None)):  # once a layer, in order
-            nbytes = attend(impl.query, inputs.view, load.requests).nbytes
+            nbytes = attend(impl.query, inputs.view, load.requests, stored).nbytes
         rows.append((first.op, first.detail, nbytes, 0, seconds))
     return rows
 
@@ -315,35 +317,3 @@ def _short(event: dict[str, Any]) -> dict[str, Any]:
     args = event.get("args", {})
     kept["args"] = {name: args[name] for name in ("correlation", "stream") if name in args}
     return {**kept, "name": event["name"][:200]}
-
-
-def _read_rate(runner: Runner) -> float:
-    """Bytes a second of a sum over memory that no cache holds."""
-    runtime = runner.runtime
-    nbytes = min(1 << 30, runtime.memory().free // 4)
-    x = torch.ones(max(nbytes >> 14, 1), 4096, device=runtime.device)
-    return 4 * x.numel() / min(_best(runner, x.sum), _best(runner, lambda: x.sum(1)))
-
-
-def _multiply_rate(runner: Runner) -> float:
-    """Operations a second of a product in the model's dtype: of the largest one that takes little time."""
-    device = runner.runtime.device
-    dtype = getattr(torch, runner.model.attention_impls[0].query.dtype)
-    size, took = 512, 0.0
-    while took < 1e-3 and size < 8192:
-        size *= 2
-        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        took = _best(runner, lambda a=a, b=b: a @ b.t())  # type: ignore[misc]
-    return 2 * size**3 / took
-
-
-def _best(runner: Runner, call: Callable[[], Any]) -> float:
-    times = []
-    with torch.inference_mode():
-        for _ in range(REPEATS):
-            runner.runtime.synchronize()
-            began = time.perf_counter()
-            call()
-            runner.runtime.synchronize()
-            times.append(time.perf_counter() - began)
-    return min(times)

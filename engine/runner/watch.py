@@ -12,13 +12,15 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.profiler import record_function
 
 from headrace.engine.layers.base import walk
 from headrace.engine.models.base import Model
-from headrace.engine.runner.costs import Cost, cost
+from headrace.engine.weights.ggml_types import GGML_TYPES
 from headrace.platforms.batch import BatchView
 from headrace.platforms.ops import Ops
+from headrace.platforms.profiling.costs import Cost, cost
 
 if TYPE_CHECKING:
     from headrace.engine.runner.runner import PendingStep, Runner
@@ -120,6 +122,17 @@ def on_host(runner: Runner) -> bool:
     return runner._stream is None
 
 
+_BLOCKS = {kind.name: kind for kind in GGML_TYPES.values()}
+_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
+
+
+def stored(values: int, scheme: str) -> int:
+    """Bytes of so many numbers in a dtype or a quantization."""
+    if scheme in _BLOCKS:
+        return _BLOCKS[scheme].row_bytes(values)
+    return values * int(getattr(torch, _DTYPES.get(scheme, scheme)).itemsize)
+
+
 OpRow = tuple[str, str, int, int, float]  # op, detail, bytes, operations, seconds
 
 
@@ -168,7 +181,7 @@ class _Log:
     def run(
         self, op: str, query: Any, method: str, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        noted = Call(op, partial(cost, query, method, args, self._view))
+        noted = Call(op, partial(cost, query, method, args, self._view, stored))
         self.calls.append(noted)
         began = time.perf_counter()
         with record_function(f"{MARK}op {len(self.calls) - 1}"):

@@ -95,7 +95,9 @@ def test_a_step_op_by_op(folder):
         assert last[:2] == ("linear", "64x99 Q8_0") and last[2] > 64 * 99
         assert all(seconds > 0 for *_, seconds in step["ops"])
         keys = [nbytes for op, _, nbytes, *_ in step["ops"] if op == "attention"]
-        assert keys == [keys[0]] * 2 and keys[0] > 3 * 50 * 2 * 2 * 16  # what 3 requests' contexts hold
+        assert (
+            keys == [keys[0]] * 2 and keys[0] > 3 * 50 * 2 * 2 * 16
+        )  # what 3 requests' contexts hold
         (after,) = engine.run([prompt(20)], greedy(8))  # nothing of it stays behind
     with LocalEngine(folder, quantization="int8") as engine:
         (clean,) = engine.run([prompt(20)], greedy(8))

@@ -11,9 +11,11 @@ from torch.profiler import ProfilerActivity
 
 from headrace.cli.bench import trace
 from headrace.engine.runner import profile
-from headrace.engine.runner.costs import Cost, cost, stored
+from headrace.engine.runner.watch import stored
 from headrace.engine.workers.executor import CallFailed
 from headrace.platforms.cpu.runtime import CpuRuntime
+from headrace.platforms.profiling import costs
+from headrace.platforms.profiling.costs import Cost
 from headrace.platforms.queries import (
     ActivationQuery,
     AttentionQuery,
@@ -35,6 +37,10 @@ def view(*lengths: tuple[int, int]) -> SimpleNamespace:
         seq_lens_host=np.array([length for length, _ in lengths], np.int32),
         query_start_loc_host=starts,
     )
+
+
+def cost(query, method, args, step):
+    return costs.cost(query, method, args, step, stored)
 
 
 def test_costs():

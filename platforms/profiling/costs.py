@@ -1,18 +1,19 @@
-"""What an op has to do at least: bytes that it must read and write, operations. For profiles."""
+"""What an op has to do at least: bytes that it must read and write, and operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.engine.weights.ggml_types import GGML_TYPES
 from headrace.platforms.batch import BatchView
 from headrace.platforms.queries import AttentionQuery, EmbeddingQuery, ExpertsQuery, LinearQuery
 
-_BLOCKS = {kind.name: kind for kind in GGML_TYPES.values()}
+# Bytes of so many numbers in a dtype or a quantization.
+Stored = Callable[[int, str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,17 @@ class Cost:
     operations: int = 0
 
 
-def cost(query: Any, method: str, args: tuple[Any, ...], view: BatchView) -> Cost:
+def cost(query: Any, method: str, args: tuple[Any, ...], view: BatchView, stored: Stored) -> Cost:
     """Of one call of the op bound for `query`, by its arguments and, for attention, the step's lengths."""
     tokens = args[0].shape[0]
     if isinstance(query, LinearQuery):
-        return _linear(query, method, tokens)
+        return _linear(query, method, tokens, stored)
     if isinstance(query, ExpertsQuery):
-        return _experts(query, args[2], tokens)
+        return _experts(query, args[2], tokens, stored)
     if isinstance(query, EmbeddingQuery):
         return Cost(query.scheme, 2 * stored(tokens * query.hidden, query.dtype))
     if isinstance(query, AttentionQuery) and method == "attend":
-        return attend(query, view, tokens)
+        return attend(query, view, tokens, stored)
     if isinstance(query, AttentionQuery):  # what is turned or written lies beside the caches
         tensors = list(args[:2] if method == "write" else args[:3])
     else:
@@ -41,17 +42,7 @@ def cost(query: Any, method: str, args: tuple[Any, ...], view: BatchView) -> Cos
     return Cost(method, size)
 
 
-def stored(values: int, scheme: str) -> int:
-    """Bytes of so many numbers in a dtype or a quantization."""
-    if scheme in _BLOCKS:
-        return values // _BLOCKS[scheme].block * _BLOCKS[scheme].size
-    return values * getattr(torch, _DTYPES.get(scheme, scheme)).itemsize
-
-
-_DTYPES = {"fp8_e4m3": "float8_e4m3fn"}
-
-
-def _linear(query: LinearQuery, method: str, tokens: int) -> Cost:
+def _linear(query: LinearQuery, method: str, tokens: int, stored: Stored) -> Cost:
     size, features = query.in_features, query.out_features
     scheme = query.scheme or query.dtype
     written = tokens * (features // 2 if method == "gated" else features)
@@ -60,7 +51,7 @@ def _linear(query: LinearQuery, method: str, tokens: int) -> Cost:
     return Cost(label, nbytes, 2 * tokens * size * features)
 
 
-def _experts(query: ExpertsQuery, ids: torch.Tensor, tokens: int) -> Cost:
+def _experts(query: ExpertsQuery, ids: torch.Tensor, tokens: int, stored: Stored) -> Cost:
     used = int(ids.unique().numel())
     numbers = used * query.hidden * query.intermediate
     nbytes = stored(2 * numbers, query.scheme or query.dtype)
@@ -72,7 +63,7 @@ def _experts(query: ExpertsQuery, ids: torch.Tensor, tokens: int) -> Cost:
     )
 
 
-def attend(query: AttentionQuery, view: BatchView, tokens: int) -> Cost:
+def attend(query: AttentionQuery, view: BatchView, tokens: int, stored: Stored) -> Cost:
     """Of attention over the cache, with `tokens` queries: the keys and values that they see, each read once."""
     lengths = view.seq_lens_host[: view.num_reqs].astype(np.int64)
     new = np.diff(view.query_start_loc_host[: view.num_reqs + 1]).astype(np.int64)
