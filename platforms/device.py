@@ -107,6 +107,10 @@ class DeviceRuntime(ABC):
     @abstractmethod
     def allocator(self) -> DeviceAllocator: ...
 
+    def enter_thread(self) -> None:
+        """Called by every other thread that is to enqueue work, before it does: where each has a current device."""
+        return None
+
     def read_bandwidth(self) -> float:
         """Bytes a second that all units together read from memory, measured now; 0 = not known."""
         return 0.0

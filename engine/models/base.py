@@ -57,6 +57,9 @@ class Model(ABC):
     # Distinct (implementation, KV group) pairs, known after bind_kv: the runner makes one plan for each.
     plan_keys: list[tuple[PagedAttention, int]]
 
+    # What threads that load call first: which device is current is each thread's own matter.
+    enter_thread: Callable[[], None] | None = None
+
     @abstractmethod
     def load_weights(
         self, source: WeightSource, progress: Callable[[float, float, str], None]

@@ -54,7 +54,7 @@ class Decoder(Model):
 
         layers = self.layers()
         tensors = encoded(match(source, layers, self.rename), self._schemes)
-        return load(layers, tensors, source.total_bytes(), progress)
+        return load(layers, tensors, source.total_bytes(), progress, self.enter_thread)
 
     def loaded(self) -> list[torch.Tensor]:
         return list(tensors_in([layer.held() for layer in self.layers() if layer.weights()]))

@@ -65,12 +65,13 @@ def load(
     tensors: Mapping[str, TensorHandle],
     total_bytes: int,
     progress: Callable[[float, float, str], None],
+    enter_thread: Callable[[], None] | None = None,
 ) -> int:
     """Load every layer; returns the bytes held. `progress` is called from this thread, in bytes of the source."""
     sizes = [sum(math.prod(weight.shape) for weight in layer.weights()) for layer in layers]
     per_element = total_bytes / max(sum(sizes), 1)
     done = 0
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="load") as pool:
+    with ThreadPoolExecutor(_THREADS, "load", initializer=enter_thread) as pool:
         waiting = {
             pool.submit(layer.load, tensors): size
             for layer, size in zip(layers, sizes, strict=True)

@@ -111,13 +111,14 @@ class MappedTensor(TensorHandle):
         picked = None if order is None else order[rows]
         count = len(raw) if picked is None else len(picked)
         begin, end, lead = self._within(cols)
+        columns = slice(begin * self._kind.size, end * self._kind.size)
         width, stored = out.shape[1], (end - begin) * self._kind.block
         span = _SPAN if picked is None and stored == self._width else CHUNK
         step = max(1, span // max(1, stored))
         for low in range(0, count, step):
             high = min(low + step, count)
             part = raw[low:high] if picked is None else raw[picked[low:high]]
-            part = np.ascontiguousarray(part[:, self._bytes(begin, end)])
+            part = np.ascontiguousarray(part[:, columns])
             if stored == width:
                 _fill(self._kind, part, out[low:high].view(-1))
             else:
@@ -148,18 +149,19 @@ class MappedTensor(TensorHandle):
                 at = self._offset + (first + low) * unit
                 upload.send(raw, upload.from_file(self._path, at))
             else:
-                upload.send(raw, self._gather(rows, low, self._bytes(begin, end)), unit)
+                upload.send(raw, self._gather(rows, low, begin * self._kind.size, unit), unit)
             values = unpack(self._kind, raw).view(len(part), stored)
             part.copy_(values[:, lead : lead + width])
 
-    def _gather(self, rows: slice, low: int, columns: slice) -> Fill:
-        """Bytes of the rows from `low` of `rows` on that do not lie one after the other."""
+    def _gather(self, rows: slice, low: int, begin: int, unit: int) -> Fill:
+        """`unit` bytes from `begin` on of each row from `low` of `rows` on, which do not lie one after the other."""
         picked = np.arange(len(self._raw)) if self._order is None else self._order
-        picked, unit = picked[rows][low:], columns.stop - columns.start
+        picked = picked[rows][low:]
 
         def fill(start: int, memory: NDArray[np.uint8]) -> None:
             here = picked[start // unit : (start + len(memory)) // unit]
-            np.take(self._raw[:, columns], here, axis=0, out=memory.reshape(-1, unit), mode="clip")
+            raw = self._raw[:, begin : begin + unit]
+            np.take(raw, here, axis=0, out=memory.reshape(-1, unit), mode="clip")
             if self._order is None:
                 self._release(int(here[0]), len(here))
 
@@ -170,9 +172,6 @@ class MappedTensor(TensorHandle):
         first, stop, _ = cols.indices(self._width)
         begin = first // self._kind.block
         return begin, -(-stop // self._kind.block), first - begin * self._kind.block
-
-    def _bytes(self, begin: int, end: int) -> slice:
-        return slice(begin * self._kind.size, end * self._kind.size)
 
     def _release(self, first_row: int, rows: int) -> None:
         start = self._offset + first_row * self._raw.shape[1]

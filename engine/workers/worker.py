@@ -113,6 +113,7 @@ class Worker:
             bound = (self._ops.bind(op, query) for op in ("sample", "logprobs", "penalties"))
             sampling = SamplingOps(*bound)
             self._model: Model = model
+            model.enter_thread = self._runtime.enter_thread
             with self._kept_packed():
                 self._weight_bytes = model.load_weights(source, self._reading)
         finally:

@@ -52,6 +52,9 @@ class TorchRuntime(DeviceRuntime):
     def stream(self) -> Any:
         return self._module.Stream(self.device)
 
+    def enter_thread(self) -> None:
+        self._module.set_device(self.device)
+
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self._module.stream(stream)
         return context

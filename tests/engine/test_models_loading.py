@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +158,20 @@ def test_gemma3_with_a_vision_tower(prefix: str, tmp_path: Path) -> None:
 def test_unknown_architecture(llama: Tiny) -> None:
     with pytest.raises(ModelError, match="'t5' is not supported; supported: gemma2, gemma3, llama"):
         build_model(replace(llama.source.spec, architecture="t5"), make_context(), 16)
+
+
+def test_threads_that_load_enter_the_device_first(llama: Tiny) -> None:
+    entered: set[int] = set()
+    loaded: set[int] = set()
+    model = build_model(llama.source.spec, make_context(), 64)
+    model.enter_thread = lambda: entered.add(threading.get_ident())
+    for layer in model.layers():
+        real = layer.load
+
+        def load(tensors: Any, real: Any = real) -> None:
+            loaded.add(threading.get_ident())
+            real(tensors)
+
+        layer.load = load  # type: ignore[method-assign]
+    model.load_weights(llama.source, lambda *_: None)
+    assert loaded and loaded <= entered and threading.get_ident() not in loaded
