@@ -1,7 +1,7 @@
 """Kernels against their limits: products of few rows beside the vendor's library, attention against its bytes, experts
 against the weights that are chosen, fused kernels beside their parts, and what a launch costs the host.
 
-    python -m benchmarks.cuda.kernels [--only linear,attention,experts,fused,sampling,launches] [--json FILE]
+    python -m benchmarks.cuda.kernels [--only linear,attention,latent,experts,fused,sampling,launches] [--json FILE]
 
 Each figure is the time of one call among many that a graph replays back to back, over weights that together exceed
 the cache many times, as the layers of a model do.
@@ -37,6 +37,7 @@ from headrace.platforms.triton.attention import TritonAttention
 from headrace.platforms.triton.experts import TritonExperts
 from headrace.platforms.triton.linear import TritonLinear
 from headrace.platforms.triton.logprobs import Logprobs
+from headrace.platforms.triton.mla import attention_of
 from headrace.platforms.triton.norms import AddRmsNorm, RmsNorm
 from headrace.platforms.triton.penalties import Penalties
 from headrace.platforms.triton.rotary import Rotary
@@ -109,23 +110,32 @@ def linear(runtime: DeviceRuntime, name: str, rows: int) -> dict[str, Any]:
     return row | {"ours_us": round(ours, 2), "ours_tb_s": round(nbytes / ours / 1e6, 2)}
 
 
-def attention(runtime: DeviceRuntime, batch: int, length: int, new: int = 1) -> dict[str, Any]:
+def attention(
+    runtime: DeviceRuntime, batch: int, length: int, new: int = 1, latent: int = 0
+) -> dict[str, Any]:
+    """Llama 3.1 8B's, or DeepSeek's over a latent cache with so many heads."""
     query = AttentionQuery(32, 8, 128, 128, "bfloat16", "bfloat16", 128**-0.5)
-    op = TritonAttention(query, runtime)
+    if latent:
+        query = AttentionQuery(latent, 1, 576, 512, "bfloat16", "bfloat16", 0.1, latent=True)
+    op = attention_of(query, runtime)
+    row = 2 * query.kv_heads * (query.head_dim + (0 if latent else query.v_head_dim))
     requests = Requests(((length, new),) * batch)
     table = scattered_blocks(requests, 32, 0)
-    layers = max(2, min(16, (CACHE_BYTES * 2) // (4096 * batch * length)))
+    layers = max(2, min(16, (CACHE_BYTES * 2) // (row * batch * length)))
     caches = [make_caches(op, 32, 1 + int(table.max()), runtime.device) for _ in range(layers)]
     for pair in caches:
         for cache in pair:
             cache.normal_()
-    q = torch.randn(batch * new, 32, 128, device="cuda", dtype=torch.bfloat16)
+    heads, size, wide = query.q_heads, query.head_dim, query.v_head_dim
+    q = torch.randn(batch * new, heads, size, device="cuda", dtype=torch.bfloat16)
     plan = op.plan(make_batch(requests, table, 32, runtime.device), 0)
     took = replayed([lambda c=pair: op.attend(q, *c, plan) for pair in caches])
-    nbytes = 4096 * batch * length
-    flops = 4 * 32 * 128 * batch * (new * (length - new) + new * (new + 1) / 2)
+    nbytes = row * batch * length
+    pairs = batch * (new * (length - new) + new * (new + 1) / 2)
+    flops = 2 * heads * (size + wide) * pairs
+    kind = "decode" if new == 1 else "prefill"
     return {
-        "what": "decode" if new == 1 else "prefill",
+        "what": f"{kind}, {latent} heads over a latent cache" if latent else kind,
         "batch": batch,
         "length": length,
         "splits": plan.splits,
@@ -309,12 +319,16 @@ def rows(runtime: DeviceRuntime, only: set[str]) -> Iterator[dict[str, Any]]:
         loads = ((1, 600, 1), (1, 8000, 1), (32, 1100, 1), (128, 1200, 1), (256, 300, 1))
         for measured in (*loads, (1, 512, 512), (8, 1024, 1024), (1, 8192, 2048)):
             yield attention(runtime, *measured)
+    if "latent" in only:
+        for heads in (16, 128):
+            for measured in ((1, 8000, 1), (32, 1100, 1), (128, 1200, 1), (4, 2048, 2048)):
+                yield attention(runtime, *measured, latent=heads)
     if "sampling" in only:
         for count in (1, 32, 256):
             yield from sampling(runtime, count)
 
 
-PARTS = ("launches", "experts", "fused", "linear", "attention", "sampling")
+PARTS = ("launches", "experts", "fused", "linear", "attention", "latent", "sampling")
 
 
 def main() -> None:
