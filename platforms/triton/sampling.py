@@ -4,8 +4,8 @@ Rows are divided into tiles, so that one row fills a device as many do. Passes o
 which is all that greedy rows need; one for the number and mass above each of some edges; one, over tiles that hold any
 of them, that lists the tokens between the two edges where the first filter, or else the draw, ends (those above as
 well, if so few fit). So three at most for a row whose filters and draw end within the list. Each that does not takes
-one more by a single program, and, where more tokens than a list holds lie between two edges, one for each sixteenth
-that is cut off there. What is launched does not depend on the options, and nothing is read back.
+one more by a single program, and, where more tokens than a list holds lie between two edges, one for each time that
+an eighth of what is there is taken. What is launched does not depend on the options, and nothing is read back.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from headrace.platforms.triton.sampling_kernels import (
     peaks_kernel,
 )
 
-BLOCK = 2048  # of a tile
-EDGES = 16  # as in the kernels
+BLOCK = 4096  # of a tile
+EDGES = 8  # as in the kernels
 SIZE = 16384  # of a list, at most
 # name -> kernel, launch options
 KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
-    "peaks": (peaks_kernel, {"num_warps": 4}),
+    "peaks": (peaks_kernel, {"num_warps": 8}),
     "masses": (masses_kernel, {"num_warps": 8}),
     "list": (list_kernel, {"num_warps": 8}),
     "greedy": (greedy_kernel, {"num_warps": 1}),
-    "draw": (draw_kernel, {"PART": 256, "CHUNK": 2048, "num_warps": 16}),
+    "draw": (draw_kernel, {"PART": 512, "CHUNK": 2048, "num_warps": 16}),
 }
 
 

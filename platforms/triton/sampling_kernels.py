@@ -21,7 +21,7 @@ HALF = tl.constexpr(
 )  # masses are added up as two numbers below this, of which float32 holds PARTS exactly
 HALF_BITS = tl.constexpr(21)
 PARTS = tl.constexpr(8)
-EDGES = tl.constexpr(16)
+EDGES = tl.constexpr(8)
 ID = tl.constexpr(0x7FFFFFFF)
 NOTHING = tl.constexpr(-(2**63))
 
@@ -141,7 +141,7 @@ def masses_kernel(
     """How many tokens of a row lie at or above each of EDGES values, and their mass: added to `sums`; the number in
     each tile: counts [R, EDGES, tiles].
 
-    The edges divide what lies between the largest and the mean logit, and a quarter more below; the last is -inf.
+    The edges divide what lies between the largest and the mean logit, and a sixth more below; the last is -inf.
     """
     after_previous(PDL)
     let_next_start(PDL)
@@ -157,7 +157,7 @@ def masses_kernel(
         depth = top - mean / temperature
         depth = tl.where((depth > 0) & (depth < 1e30), depth, 1.0)
         index = tl.arange(0, EDGES)
-        edge = tl.where(index == EDGES - 1, float("-inf"), top - depth * (index + 1) / 12) + 0.0
+        edge = tl.where(index == EDGES - 1, float("-inf"), top - depth * (index + 1) / 6) + 0.0
         if tl.program_id(0) == 0:
             tl.store(edges + request * EDGES + index, edge)
         row = logits + request * stride
