@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.engine.core.executor import Executor, WorkerFailed
-from headrace.engine.ipc.messages import Call
+from headrace.engine.ipc.messages import SLEEP_TAGS, Call
 from headrace.engine.scheduler.scheduler import Scheduler
-
-TAGS = ("weights", "kv")
 
 ASLEEP = "the server sleeps; POST /wake_up wakes it"
 ENDED = "the server was put to sleep, which ended this request"
@@ -35,15 +33,19 @@ class Sleep:
         if call.method == "sleep":
             return self._fall_asleep(int(call.args.get("level", 1)))
         if call.method == "wake":
-            return self._wake([str(tag) for tag in call.args.get("tags") or TAGS])
+            return self._wake([str(tag) for tag in call.args.get("tags") or SLEEP_TAGS])
         if self._asleep and call.method not in _HARMLESS:
             raise RuntimeError(ASLEEP)
         return self._executor.call(call.method, *call.args.values())
 
     def _fall_asleep(self, level: int) -> dict[str, Any]:
-        if self._asleep == set(TAGS):
+        if self._asleep == set(SLEEP_TAGS):
             note = f"it sleeps at level {self._level} already; wake it first to change that"
-            return {"level": self._level, "freed": dict.fromkeys(TAGS, 0), "notes": [note]}
+            return {
+                "level": self._level,
+                "freed_bytes": dict.fromkeys(SLEEP_TAGS, 0),
+                "notes": [note],
+            }
         self._scheduler.kv.forget_all()
         try:
             answer = self._executor.call("sleep", level)
@@ -51,17 +53,16 @@ class Sleep:
             raise
         except Exception:
             # One rank could not, and others may sleep: all or none.
-            self._asleep = set(TAGS)
-            self._wake(list(TAGS))
+            self._asleep = set(SLEEP_TAGS)
+            self._wake(list(SLEEP_TAGS))
             raise
-        self._asleep, self._level = set(TAGS), level
+        self._asleep, self._level = set(SLEEP_TAGS), level
         return {"level": level, **answer}
 
     def _wake(self, tags: list[str]) -> dict[str, Any]:
         """Ranks that are awake do nothing, so that one that failed can be woken by another call."""
-        wanted = [
-            tag for tag in TAGS if tag in tags
-        ]  # the weights first: reading them takes the most memory
+        # the weights first: reading them takes the most memory
+        wanted = [tag for tag in SLEEP_TAGS if tag in tags]
         notes = [] if self._asleep else ["it was awake"]
         if self._asleep:
             self._executor.call("wake", wanted)

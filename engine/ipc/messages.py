@@ -10,6 +10,9 @@ from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import TokenLogprobs
 
 
+SLEEP_TAGS = ("weights", "kv_cache")  # what can sleep, in the order in which it wakes
+
+
 class Submit(msgspec.Struct, tag="submit"):
     """One sequence to generate. `n` choices are n Submits that share a prompt (and so its KV blocks)."""
 

@@ -9,7 +9,7 @@ import torch
 
 from headrace.platforms.kv_layout import SCALE_BYTES, KVGroup, KVPlan, KVSpec
 
-KV_TAG = "kv"
+KV_TAG = "kv_cache"
 
 Reserve = Callable[[int, str], torch.Tensor]  # DeviceAllocator.reserve
 

@@ -19,7 +19,7 @@ from headrace.engine.server.completions import (
     completion_frames,
     open_completion,
 )
-from headrace.engine.server.errors import invalid, sentence, unavailable
+from headrace.engine.server.errors import ApiError, invalid, sentence, unavailable
 from headrace.engine.server.flights import ClientGone
 from headrace.engine.server.generate import Context
 from headrace.engine.server.params import check_token_ids
@@ -247,13 +247,22 @@ async def step(request: Request) -> Response:
         if not (given.isascii() and given.isdigit() and len(given) < 9):
             raise invalid(f"'{name}' must be a number, not {given[:32]!r}.", name)
         sizes[name] = int(given)
+    found = await call_engine(
+        request, lambda why: invalid(why, "requests"), "profile_step", **sizes
+    )
+    return json_response(found)
+
+
+async def call_engine(
+    request: Request, refusal: Callable[[str], ApiError], method: str, **args: Any
+) -> Any:
+    """A utility's answer. 503 when the engine is gone, `refusal` with the worker's words when it could not."""
     try:
-        found = await state_of(request).client.call("profile_step", **sizes)
+        return await state_of(request).client.call(method, **args)
     except EngineDead as error:
         raise unavailable(sentence(str(error)), "engine_failed") from error
-    except RuntimeError as error:  # the worker's words
-        raise invalid(sentence(str(error)), "requests") from None
-    return json_response(found)
+    except RuntimeError as error:
+        raise refusal(sentence(str(error))) from None
 
 
 @router.get("/debug/selection")

@@ -54,7 +54,7 @@ class Sleeper:
             else:
                 freed[KV_TAG] = allocator.sleep(KV_TAG, keep=False)
             self._asleep.add(KV_TAG)
-        return {"freed": freed, "notes": notes}
+        return {"freed_bytes": freed, "notes": notes}
 
     def wake(self, tags: list[str], warm_up: Callable[[], None]) -> None:
         """Take the memory of these tags again, those that do not sleep left out. torch.OutOfMemoryError."""
@@ -67,6 +67,7 @@ class Sleeper:
             self._asleep.remove(WEIGHTS_TAG)
         if KV_TAG in tags and KV_TAG in self._asleep:
             if allocator.stays_awake(KV_TAG):
+                allocator.free(KV_TAG)  # what a wake that failed may have reserved
                 self._runner.init_kv(self._plan)
                 warm_up()
             else:

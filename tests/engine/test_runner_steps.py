@@ -471,7 +471,7 @@ def test_caches_follow_the_layout(layout: Any) -> None:
         assert strides == sorted(strides, reverse=True) and strides[-1] == 1
         key.fill_(1)
         assert not value.any()
-    assert allocator.stats()["kv"] == 5 * 8 * 2 * (4 + 4 + 4 + 6) * 2
+    assert allocator.stats()["kv_cache"] == 5 * 8 * 2 * (4 + 4 + 4 + 6) * 2
 
 
 def test_unknown_kv_dtypes_are_named() -> None:

@@ -38,7 +38,11 @@ class Workers:
         self.calls.append((method, *args))
         if method in self.failing:
             raise self.failing.pop(method)
-        return {"freed": {"weights": 2, "kv": 3}, "notes": []} if method == "sleep" else None
+        return (
+            {"freed_bytes": {"weights": 2, "kv_cache": 3}, "notes": []}
+            if method == "sleep"
+            else None
+        )
 
 
 @pytest.fixture
@@ -75,19 +79,19 @@ def test_requests_end_and_none_is_taken_until_all_is_awake(live, workers):
     _, last = live.answers(1)["a"]
     assert (last.finish_reason, last.error) == ("abort", ENDED)
     reply = live.hear(CallReply)
-    assert reply.result == {"level": 1, "freed": {"weights": 2, "kv": 3}, "notes": []}
+    assert reply.result == {"level": 1, "freed_bytes": {"weights": 2, "kv_cache": 3}, "notes": []}
     live.tell(submit("b", [1], max_tokens=5))
     _, last = live.answers(1)["b"]
     assert (last.finish_reason, last.error) == ("abort", ASLEEP)
     assert sleeping(live) and ask(live, "profile_step").error == ASLEEP
     assert ask(live, "selection").error == ""
-    assert ask(live, "wake", tags=["weights"]).result["asleep"] == ["kv"]
+    assert ask(live, "wake", tags=["weights"]).result["asleep"] == ["kv_cache"]
     assert sleeping(live) and ask(live, "profile_step").error == ASLEEP
-    assert ask(live, "wake", tags=["kv"]).result["asleep"] == []
+    assert ask(live, "wake", tags=["kv_cache"]).result["asleep"] == []
     assert not sleeping(live)
     complete(live, "c")
     assert workers.calls == [
-        ("sleep", 1), ("selection",), ("wake", ["weights"]), ("wake", ["kv"])
+        ("sleep", 1), ("selection",), ("wake", ["weights"]), ("wake", ["kv_cache"])
     ]  # fmt: skip
 
 
@@ -126,10 +130,10 @@ def test_asking_twice_changes_nothing(live, workers):
     assert ask(live, "wake").result == {"asleep": [], "notes": ["it was awake"]}
     ask(live, "sleep", level=2)
     again = ask(live, "sleep", level=1).result
-    assert again["level"] == 2 and again["freed"] == {"weights": 0, "kv": 0}
+    assert again["level"] == 2 and again["freed_bytes"] == {"weights": 0, "kv_cache": 0}
     assert "already" in again["notes"][0]
     ask(live, "wake")
-    assert workers.calls == [("sleep", 2), ("wake", ["weights", "kv"])]
+    assert workers.calls == [("sleep", 2), ("wake", ["weights", "kv_cache"])]
     complete(live, "a")
 
 
@@ -149,7 +153,7 @@ def test_the_prefix_cache_is_forgotten(live, workers):
 def test_what_cannot_sleep_is_woken_whole(live, workers):
     workers.failing["sleep"] = CallFailed("worker 1: no room")
     assert ask(live, "sleep", level=1).error == "worker 1: no room"
-    assert workers.calls == [("sleep", 1), ("wake", ["weights", "kv"])]
+    assert workers.calls == [("sleep", 1), ("wake", ["weights", "kv_cache"])]
     assert not sleeping(live)
     complete(live, "a")
 
@@ -191,7 +195,7 @@ def answers(engine: LocalEngine) -> list[list[int]]:
 
 
 def awake(engine: LocalEngine) -> None:
-    engine.executor.call("wake", ["weights", "kv"])
+    engine.executor.call("wake", ["weights", "kv_cache"])
 
 
 def runtime_of(engine: LocalEngine) -> Any:
@@ -211,8 +215,8 @@ def test_a_cpu_gives_its_cache_back_and_keeps_its_graphs(folder):
         before = answers(engine)
         for level in (1, 2):
             answer = engine.executor.call("sleep", level)
-            assert answer["freed"]["kv"] > engine.plan.total_bytes * 0.9
-            assert answer["freed"]["weights"] == 0
+            assert answer["freed_bytes"]["kv_cache"] > engine.plan.total_bytes * 0.9
+            assert answer["freed_bytes"]["weights"] == 0
             (note,) = answer["notes"]
             assert note.startswith("the weights stay where they are, because they are in the host")
             awake(engine)
@@ -227,7 +231,7 @@ def test_a_device_that_keeps_no_addresses_makes_its_cache_anew(folder, monkeypat
         before = answers(engine)
         answer = engine.executor.call("sleep", 1)
         if world == 1:
-            assert answer["freed"]["kv"] == engine.plan.total_bytes
+            assert answer["freed_bytes"]["kv_cache"] == engine.plan.total_bytes
             assert "captures graphs again, because of the test" in answer["notes"][1]
         awake(engine)
         assert answers(engine) == before
@@ -256,10 +260,14 @@ def test_weights_and_cache_sleep_and_answers_stay(folder, virtual, level):
         held = virtual.used
         assert held > engine.plan.total_bytes
         answer = engine.executor.call("sleep", level)
-        assert virtual.used == 0 and sum(answer["freed"].values()) == held and not answer["notes"]
+        assert (
+            virtual.used == 0
+            and sum(answer["freed_bytes"].values()) == held
+            and not answer["notes"]
+        )
         engine.executor.call("wake", ["weights"])
         assert 0 < virtual.used < held
-        engine.executor.call("wake", ["kv"])
+        engine.executor.call("wake", ["kv_cache"])
         assert virtual.used == held and answers(engine) == before
         # again, with too little memory at first
         engine.executor.call("sleep", level)

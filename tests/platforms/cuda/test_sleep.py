@@ -136,9 +136,9 @@ def test_experts_sleep(folder, level):
     with CudaEngine(folder / "experts", **settings) as engine:
         answers(engine)
         before = answers(engine)
-        given = sum(engine.executor.call("sleep", level)["freed"].values())
+        given = sum(engine.executor.call("sleep", level)["freed_bytes"].values())
         assert given >= engine.info.weight_bytes * 0.98 + engine.plan.total_bytes
-        engine.executor.call("wake", ["weights", "kv"])
+        engine.executor.call("wake", ["weights", "kv_cache"])
         assert answers(engine) == before
 
 
@@ -151,10 +151,10 @@ def test_ranks_sleep_together(folder):
         before = answers(engine)
         awake = [torch.cuda.mem_get_info(index)[0] for index in range(2)]
         for level in (1, 2):
-            given = sum(engine.executor.call("sleep", level)["freed"].values())
+            given = sum(engine.executor.call("sleep", level)["freed_bytes"].values())
             for index in range(2):
                 assert torch.cuda.mem_get_info(index)[0] - awake[index] >= given * 0.97
-            engine.executor.call("wake", ["weights", "kv"])
+            engine.executor.call("wake", ["weights", "kv_cache"])
             assert answers(engine) == before
 
 
@@ -188,11 +188,11 @@ def test_answers_are_the_same_after_sleep(folder, monkeypatch, level, graphs, wo
         before, awake = answers(engine), free()
         for _ in range(2):
             answer = engine.executor.call("sleep", level)
-            given = sum(answer["freed"].values())
+            given = sum(answer["freed_bytes"].values())
             assert not answer["notes"]
             assert given >= engine.info.weight_bytes * 0.98 + engine.plan.total_bytes
             assert free() - awake >= given * 0.97
             engine.executor.call("wake", ["weights"])
-            engine.executor.call("wake", ["kv"])
+            engine.executor.call("wake", ["kv_cache"])
             assert answers(engine) == before
         assert abs(free() - awake) <= 256 * MIB
