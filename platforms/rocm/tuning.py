@@ -13,7 +13,10 @@ from typing import Any
 
 # Threads of a workgroup at most.
 MOST_THREADS = 1024
-PRODUCTS = ("experts_gate_up", "experts_down", "experts_gate_up_few", "experts_down_few")
+PRODUCTS = (
+    *("experts_gate_up", "experts_down", "experts_gate_up_few", "experts_down_few"),
+    "few_rows",
+)
 # What a matrix instruction computes at once is 16 x 16: the larger form of CDNA needs more registers for each row.
 TILE = 16
 
