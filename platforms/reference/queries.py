@@ -35,6 +35,8 @@ def attention_queries(dtype: str) -> list[AttentionQuery]:
     queries.append(AttentionQuery(16, 1, 576, 512, dtype, dtype, 576**-0.5, latent=True))
     if dtype == "float32":
         queries.append(AttentionQuery(4, 2, 64, 64, dtype, "bfloat16", 0.125))  # smaller KV
+        latent = (4, 1, 40, 32, dtype)
+        queries += [AttentionQuery(*latent, kv, 0.1, latent=True) for kv in DTYPES[1:]]
     return queries
 
 

@@ -15,6 +15,7 @@ from headrace.engine.weights.local import files_at
 from headrace.engine.weights.online import online_schemes
 from headrace.engine.weights.sources import open_source
 from headrace.platforms.kv_layout import KVGroup, KVPlan, KVSpec
+from headrace.platforms.registry import SelectionError
 from tests.engine.driver import LocalEngine, greedy
 from tests.engine.model_harness import Engine, load_model, make_context, make_ops
 from tests.engine.tiny_models import Tiny, make_tiny, prompt
@@ -87,6 +88,14 @@ def test_values_are_a_view_of_the_keys() -> None:
     assert (values[2, 0, 3] == 5.0).all()
     with pytest.raises(ValueError, match="has no scales, which int8 needs"):
         allocate_caches(plan, [KVSpec(1, 24, 16, "int8", latent=True)], reserve)
+
+
+def test_a_cache_with_scales_is_refused(tiny: Tiny) -> None:
+    """Of an int8 cache each row has a scale, which a part of it has not."""
+    ctx = make_context(ops=make_ops("cpu"))
+    ctx.kv_dtype = "int8"
+    with pytest.raises(SelectionError, match="a latent cache has no scales, which int8 needs"):
+        build_model(tiny.source.spec, ctx, 64)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
