@@ -61,18 +61,17 @@ def few_options(query: LinearQuery, runtime: DeviceRuntime, rows: int) -> dict[s
     """Of the product of up to `rows` rows. BLOCK_N is 0 where the library does it: that is where nothing else was
     measured, so it is for platforms (`DeviceRuntime.kernel_options`) to change."""
     options = {"BLOCK_M": rows, "BLOCK_N": 0, "BLOCK_K": 64, "SPLITS": 1}
-    options |= {"num_warps": 4, "num_stages": 4}
+    precision = "ieee" if query.dtype == "float32" else "tf32"
+    options |= {"PRECISION": precision, "num_warps": 4, "num_stages": 4}
     chosen = launch_options("few_rows", query, runtime, options, dependent=True)
     even = not query.in_features % chosen["BLOCK_K"]
     tiles = -(-query.in_features // chosen["BLOCK_K"])
     chosen["SPLITS"] = -(-tiles // -(-tiles // chosen["SPLITS"]))  # none is empty
-    precision = "ieee" if query.dtype == "float32" else "tf32"
     return {
         **chosen,
         "N": query.out_features,
         "BIAS": query.bias,
         "EVEN": even,
-        "PRECISION": precision,
     }
 
 
