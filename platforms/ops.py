@@ -204,10 +204,10 @@ CONTRACTS: Mapping[str, OpContract] = {
             "penalties",
             """(logits[R, V] float32, tokens[P, L] int32, sequences[N, 4] int64, factors[N, 3] float32, longest: int).
 
-            Selected by SampleQuery. Returns None, changes logits. A sequence is (row of logits, row of tokens, prompt, length): the first
-            `length` of that row's tokens, of which the first `prompt` are the prompt. Rows of logits are unlike;
-            longest >= all lengths. Factors: repetition, frequency, presence. A positive logit of a token in the
-            sequence is divided by repetition, another multiplied with it; then frequency * (how often it is behind
+            Selected by SampleQuery. Returns None, changes logits. A sequence is (row of logits, row of tokens, prompt,
+            length): the first `length` of that row's tokens, of which the first `prompt` are the prompt. Rows of logits
+            are unlike; longest >= all lengths. Factors: repetition, frequency, presence. A positive logit of a token in
+            the sequence is divided by repetition, another multiplied with it; then frequency * (how often it is behind
             the prompt) and, if it is there at all, presence are subtracted.""",
             _LOGITS,
             shrink={"vocab": 2048},

@@ -11,6 +11,7 @@ import pytest
 from tests.platforms.triton.test_interpreter import ROOT, missing
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 @pytest.mark.timeout(600)
 def test_tiles_lists_and_edges_give_what_the_reference_gives() -> None:
