@@ -17,7 +17,7 @@ from headrace.platforms.reference.cases import (
     scattered_blocks,
 )
 from headrace.platforms.reference.checks.attention import _become, _Static
-from headrace.platforms.triton.attention import TritonAttention
+from headrace.platforms.triton.mla import attention_of
 
 SIZE = 16
 # (keys, new tokens) of the prompt and of the request that is padding: 96 tokens in all
@@ -25,17 +25,16 @@ STEPS = (((96, 96), (0, 0)), ((60, 60), (36, 36)), ((200, 33), (63, 63)), ((70, 
 DECODES = (((40, 1), (70, 1)), ((300, 1), (9, 1)), ((1, 1), (64, 1)))
 
 
-def check(steps: tuple[tuple[tuple[int, int], ...], ...], window: int) -> None:
+def check(steps: tuple[tuple[tuple[int, int], ...], ...], query: AttentionQuery) -> None:
     runtime = CpuPlatform().open(CpuPlatform.probe()[0])
-    query = AttentionQuery(6, 2, 64, 64, "float32", "float32", 0.125, window=window, graph=True)
-    op = TritonAttention(query, runtime)
+    op = attention_of(query, runtime)
     width = -(-300 // SIZE)
     caches = make_caches(op, SIZE, 2 * width + 1, runtime.device)
     generator = torch.Generator().manual_seed(1)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
     tokens = sum(new for _, new in steps[0])
-    q = torch.randn(tokens, 6, 64, generator=generator)
+    q = torch.randn(tokens, query.q_heads, query.head_dim, generator=generator)
     batches = []
     for lengths in steps:
         requests = Requests(tuple((max(keys, 1), new) for keys, new in lengths))
@@ -62,6 +61,11 @@ def check(steps: tuple[tuple[tuple[int, int], ...], ...], window: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    floats = ("float32", "float32")
     for window in (0, 40):
-        check(STEPS, window)
-        check(DECODES, window)
+        plain = AttentionQuery(6, 2, 64, 64, *floats, 0.125, window=window, graph=True)
+        check(STEPS, plain)
+        check(DECODES, plain)
+    latent = AttentionQuery(4, 1, 40, 32, *floats, 0.2, graph=True, latent=True)
+    check(STEPS, latent)
+    check(DECODES, latent)
