@@ -190,7 +190,8 @@ def _latent(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Ite
     pointers = {"out": short, "q": short, "k": short, "k_cache": kv, "slots": "i64"}
     pointers |= dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
     pointers |= {"partial": "fp32", "lse": "fp32"}
-    for heads in LATENT if runtime.info.features & HOLD_LATENTS else ():
+    asked = LATENT if kv == short else LATENT[:1]
+    for heads in asked if runtime.info.features & HOLD_LATENTS else ():
         query = AttentionQuery(heads, 1, 576, 512, dtype, kv_dtype, 576**-0.5, latent=True)
         for name, made in (
             ("prefill", mla.prefill_options),
