@@ -163,8 +163,8 @@ def test_subjects_of_a_model():
     row = made[0]
     assert row.current["num_warps"] == 8  # as the device wants it
     assert all(set(candidate) == set(row.current) for candidate in row.candidates)
-    loads = [one.load for one in made if one.kernel == "experts_down"]
-    assert loads == ["256 tokens", "512 tokens", "1024 tokens", "2048 tokens"]
+    loads = [int(one.load.split()[0]) for one in made if one.kernel == "experts_down"]
+    assert len(loads) == 4 and loads == sorted(set(loads))  # one for each height of a tile
 
 
 def test_what_was_tuned_is_what_a_start_takes_and_the_next_tuning_begins_from():
