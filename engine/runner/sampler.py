@@ -111,8 +111,12 @@ class Sampler:
         stops = [self._rows.extras[row].stop_ids for row in rows[early].tolist()]
         lengths = [len(ids) for ids in stops]
         if any(lengths):
-            where, ids = self._transfers.send(np.repeat(early, lengths), np.concatenate(stops))
-            logits[where, ids] = float("-inf")
+            # a number of Python's would be copied to the device by the host, which waits for that
+            never = np.full(sum(lengths), -np.inf, np.float32)
+            where, ids, bias = self._transfers.send(
+                np.repeat(early, lengths), np.concatenate(stops), never
+            )
+            logits[where, ids] = bias
         return logits
 
     def _penalise(self, logits: torch.Tensor, which: np.ndarray, inputs: SampleInputs) -> None:

@@ -35,6 +35,7 @@ ALL = [
 ]
 
 
+@pytest.mark.timeout(180)  # random numbers of real sizes are drawn by the host
 @pytest.mark.parametrize(("op", "query"), ALL, ids=lambda value: str(value)[:90])
 def test_contract(make, runtime, op, query):
     ours, reference = make(op, "triton", query), make(op, "reference", query)
@@ -141,7 +142,8 @@ def test_products_of_few_rows(make, runtime, monkeypatch, query, splits):
     monkeypatch.undo()
     draw = cases._Draw(runtime.device, 5)
     packed = ours.pack(
-        draw.normal(query.out_features, query.in_features, dtype=query.dtype, scale=1 / 64), None
+        draw.normal(query.out_features, query.in_features, dtype=query.dtype, scale=1 / 64),
+        draw.normal(query.out_features, dtype=query.dtype) if query.bias else None,
     )
     for rows in (2, 17, 64, 100, 128):
         x = draw.normal(rows, query.in_features, dtype=query.dtype)
