@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from headrace.platforms.allocator import DeviceAllocator
+from headrace.platforms.cuda import tuning
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.graph import GraphBackend
 from headrace.platforms.torch_device.allocator import TorchAllocator
@@ -23,6 +27,11 @@ class CudaRuntime(TorchRuntime):
         # long sums stay in float32 from end to end, whatever way the library splits them
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def kernel_options(
+        self, kernel: str, query: Any, options: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        return tuning.kernel_options(self.info.features, kernel, query, options)
 
     def make_allocator(self) -> DeviceAllocator:
         return TorchAllocator(self.device, lambda: Driver(CUDA, self.info.index))

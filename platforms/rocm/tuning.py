@@ -36,8 +36,8 @@ def kernel_options(
         # Combining in the program that ends last needs its waves' stores to be seen by other programs before a count
         # is; a barrier of Triton's orders shared memory only on these devices.
         changed["LAST"] = False
-    if kernel in ("prefill", "decode"):
-        changed |= _attention(features, kernel, query, lanes)
+    if kernel in ("prefill", "decode", "decode_many"):
+        changed |= _attention(features, kernel.removesuffix("_many"), query, lanes)
     elif kernel in ("latent_prefill", "latent_decode"):
         changed |= {"num_warps": 256 // lanes, "num_stages": 1}
     elif kernel in PRODUCTS:

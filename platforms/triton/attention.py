@@ -28,6 +28,8 @@ from headrace.platforms.triton.launch import Launcher, Launchers, launch_options
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
 PROGRAMS_A_UNIT = 4
 MOST_SPLITS = 64
+# From so many programs a unit on there is no need to divide sequences, nor to make much of each program.
+MANY_A_UNIT = 6
 # Numbers of partial results that a warp combines at a time: 64 a thread.
 COMBINED = 2048
 # A part shorter than this costs more to start and combine than it saves.
@@ -63,7 +65,10 @@ def shape_options(query: AttentionQuery) -> dict[str, Any]:
     }
 
 
-def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+def decode_options(
+    query: AttentionQuery, runtime: DeviceRuntime, many: bool = False
+) -> dict[str, Any]:
+    """`many`: for so many sequences that each of them is one part."""
     wide = max(query.head_dim, query.v_head_dim) > 128
     keys, warps, stages = (32, 4, 2) if wide else (64, 2, 3)
     if query.dtype == "float32":  # products on the ordinary units: all operands sit in registers
@@ -76,7 +81,8 @@ def decode_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, A
         "num_stages": stages,
         "LAST": True,  # the last program combines, not a kernel of its own
     }
-    chosen = launch_options("decode", query, runtime, options, dependent=True)
+    name = "decode_many" if many else "decode"
+    chosen = launch_options(name, query, runtime, options, dependent=True)
     return chosen | combined_at_once(query, chosen["num_warps"])
 
 
@@ -143,16 +149,19 @@ class TritonAttention(PagedAttention):
         self._turn = Launchers(turn_write_kernel, options)
         parts = (-(-heads // options["HEADS"]) for heads in (query.q_heads, *[query.kv_heads] * 2))
         self._turn_blocks = sum(parts)  # of q, k and v
-        options = decode_options(query, runtime)
+        options, many = (decode_options(query, runtime, many) for many in (False, True))
         self._decode = Launchers(decode_kernel, options)
+        self._decode_many = Launchers(decode_kernel, many)
         self._turns_decodes = turns_decodes(query, options)
         self._turn_decode = Launchers(turn_decode_kernel, options)
+        self._turn_decode_many = Launchers(turn_decode_kernel, many)
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
         self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
         options = self._prefill.options
         self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
         self._parts = query.kv_heads  # of the query heads, to each of which a program belongs
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
+        self._many = MANY_A_UNIT * runtime.info.units // query.kv_heads  # sequences
         self._no_sinks = torch.zeros(1, device=runtime.device)
         # Programs that ended, for each request and KV head; 0 between launches. Sequences are divided only while
         # there are fewer of them than programs. One stream at a time may run this instance.
@@ -273,7 +282,8 @@ class TritonAttention(PagedAttention):
         if tokens:
             partial, lse = self._partial(out, plan)
             norms = turn.norms or (turn.cos_sin, turn.cos_sin)
-            self._turn_decode(SIZE=plan.block_size, NORM=turn.norms is not None)(
+            made = self._turn_decode_many if tokens >= self._many else self._turn_decode
+            made(SIZE=plan.block_size, NORM=turn.norms is not None)(
                 (plan.splits, query.kv_heads, tokens),
                 out, partial, lse, self._done, q, k, v, turn.positions, turn.cos_sin, *norms,
                 plan.slots, *caches, plan.seq_lens, plan.table, self._no_sinks,
@@ -336,7 +346,8 @@ class TritonAttention(PagedAttention):
         query, splits = self.query, plan.splits
         partial, lse = self._partial(out, plan)
         grid = (splits, self._parts, plan.decodes)
-        self._decode(SIZE=plan.block_size)(
+        made = self._decode_many if plan.decodes >= self._many else self._decode
+        made(SIZE=plan.block_size)(
             grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,
         )  # fmt: skip

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import triton
@@ -163,6 +164,8 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
         yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
         chosen = {**attention.decode_options(query, runtime), "SIZE": 32}
         yield Variant(f"decode {label}", attention_kernels.decode_kernel, *common, chosen)
+        chosen = {**attention.decode_options(query, runtime, many=True), "SIZE": 32}
+        yield Variant(f"decode many {label}", attention_kernels.decode_kernel, *common, chosen)
         chosen = attention.combine_options(query, runtime)
         yield Variant(f"combine {label}", attention_kernels.combine_kernel, *common, chosen)
         chosen = {**attention.write_options(query, runtime), "SIZE": 32}
@@ -211,12 +214,12 @@ def _turned_decodes(
     scalars: Mapping[str, str],
     runtime: Any,
 ) -> Iterator[Variant]:
-    options = attention.decode_options(query, runtime)
-    if not attention.turns_decodes(query, options):
-        return
-    for norm in (False, True):
+    for many, norm in product((False, True), repeat=2):
+        options = attention.decode_options(query, runtime, many)
+        if not attention.turns_decodes(query, options):
+            return
         chosen = {**options, "SIZE": 32, "NORM": norm}
-        text = f"turn and decode {label}{' norms' if norm else ''}"
+        text = f"turn and decode{' many' if many else ''} {label}{' norms' if norm else ''}"
         yield Variant(text, attention_kernels.turn_decode_kernel, pointers, scalars, chosen)
 
 

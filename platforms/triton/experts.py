@@ -37,7 +37,7 @@ TILE_ROWS = (16, 32, 64, 128)
 GATE_UP = {16: (64, 64, 4, 4), 32: (64, 64, 4, 4), 64: (64, 64, 4, 3), 128: (64, 64, 8, 3)}
 DOWN = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 # of few tokens, whose experts are few: narrow tiles, so that there are programs for every unit
-GATE_UP_FEW, DOWN_FEW = (32, 128, 4, 3), (64, 128, 4, 3)
+GATE_UP_FEW, DOWN_FEW = (32, 128, 2, 4), (64, 128, 4, 3)
 # Numbers of gate's rows that a program for one pair holds, where those are a power of two wide.
 WIDE = 4096
 # float32 products on the ordinary units: all operands sit in registers
@@ -50,9 +50,14 @@ def tile_sizes(query: ExpertsQuery) -> tuple[int, ...]:
 
 
 def tile_rows(query: ExpertsQuery, tokens: int) -> int:
-    """Rows of a tile: few empty ones where most experts have few pairs, many where they have many."""
+    """Rows of a tile: twice the pairs that an expert has on average, so that most need one tile only."""
     average, sizes = tokens * query.top_k / query.experts, tile_sizes(query)
-    return next((rows for rows in sizes if rows >= average), sizes[-1])
+    return next((rows for rows in sizes if rows >= 2 * average), sizes[-1])
+
+
+def most_tokens(query: ExpertsQuery, rows: int) -> int:
+    """The most tokens for which tiles have so many rows."""
+    return rows * query.experts // (2 * query.top_k)
 
 
 def most_tiles(query: ExpertsQuery, pairs: int, rows: int) -> int:
@@ -83,7 +88,7 @@ def product_options(
 def row_options(kernel: str, query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     """Of "gate_up_row" and "down_row", for up to ROW_TOKENS tokens."""
     k = power_of_two(query.top_k)
-    rows, depth, warps = (4, 512, 4) if kernel == "gate_up_row" else (2, max(64, 2048 // k), 4)
+    rows, depth, warps = (4, 512, 4) if kernel == "gate_up_row" else (2, max(64, 1024 // k), 4)
     if power_of_two(query.hidden) == query.hidden <= WIDE and kernel == "gate_up_row":
         rows, depth = max(1, WIDE // query.hidden), query.hidden
     if query.dtype == "float32":

@@ -60,7 +60,7 @@ def _chosen(
 def few_options(query: LinearQuery, runtime: DeviceRuntime, rows: int) -> dict[str, Any]:
     """Of the product of up to `rows` rows. BLOCK_N is 0 where the library does it: that is where nothing else was
     measured, so it is for platforms (`DeviceRuntime.kernel_options`) to change."""
-    options = {"BLOCK_M": rows, "BLOCK_N": 0, "BLOCK_K": 64, "SPLITS": 1}
+    options: dict[str, Any] = {"BLOCK_M": rows, "BLOCK_N": 0, "BLOCK_K": 64, "SPLITS": 1}
     precision = "ieee" if query.dtype == "float32" else "tf32"
     options |= {"PRECISION": precision, "num_warps": 4, "num_stages": 4}
     chosen = launch_options("few_rows", query, runtime, options, dependent=True)
@@ -89,8 +89,10 @@ class TritonLinear(LinearImpl):
         gated = gated_row_options(query, runtime)
         self._gated_row = Launchers(gated_row_kernel, gated)
         self._gated_grid = (triton.cdiv(query.out_features // 2, gated["BLOCK_N"]), 1, 1)
-        # a norm needs the whole row
-        self.normed_rows = int(options["WHOLE"] and gated["WHOLE"])
+        # A norm needs the whole row, and every program computes it: more of them than there are units lose more time
+        # than a kernel of its own takes.
+        short = query.out_features // options["BLOCK_N"] <= runtime.info.units
+        self.normed_rows = int(short and options["WHOLE"] and gated["WHOLE"])
         few = {rows: few_options(query, runtime, rows) for rows in FEW_ROWS}
         self._few = {rows: _Few(query, runtime, one) for rows, one in few.items() if one["BLOCK_N"]}
         self._most_rows = max(self._few, default=1)

@@ -31,7 +31,10 @@ ARCHS = tuple(_SHARED)
 MOST_SPILLS, MOST_SPILLS_EXACT = 320, 512
 CACHES = ("k_cache", "v_cache")
 # where a platform changes launch options, by the start of its architectures' names; the others keep them as they are
-_CHANGES = {"gfx": "headrace.platforms.rocm.tuning:kernel_options"}
+_CHANGES = {
+    "gfx": "headrace.platforms.rocm.tuning:kernel_options",
+    "sm_": "headrace.platforms.cuda.tuning:kernel_options",
+}
 
 Change = Callable[[frozenset[str], str, Any, Mapping[str, Any]], Mapping[str, Any]]
 

@@ -324,7 +324,7 @@ def _experts(query: ExpertsQuery, runtime: DeviceRuntime) -> Iterator[Subject]:
         yield Subject(shape=shape, load="1 token", operands=one, make=make, **found)
     for found in _found(TritonExperts, query, runtime, ("experts_gate_up", "experts_down")):
         rows = int(found["key"].rpartition("BLOCK_M=")[2])
-        tokens = max(2, min(MOST_TOKENS, rows * query.experts // query.top_k))
+        tokens = max(2, min(MOST_TOKENS, experts.most_tokens(query, rows)))
         if experts.tile_rows(query, tokens) == rows:
             drawn = partial(operands, tokens)
             load = f"{tokens} tokens"

@@ -43,7 +43,7 @@ def main(group: str, dtype: str) -> int:
         "logits": queries.logits,
     }
     asked = groups[group](dtype)
-    for units in {"attention": (1, 64), "latent": (64,)}.get(group, (1,)):
+    for units in {"attention": (1, 64)}.get(group, (64,)):
         runtime.info = dataclasses.replace(runtime.info, units=units)
         registry = Registry.with_reference(implementations("test", lambda check, device: check))
         for op, query in asked:

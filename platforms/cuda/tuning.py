@@ -1,0 +1,39 @@
+"""How the shared kernels are launched on NVIDIA's devices with much shared memory. Torch-free.
+
+What is here was fastest on an H200 (benchmarks/cuda/trials.py); others keep what the kernels propose, which fits the
+100 KiB of the smaller devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PRODUCT = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+_EXPERTS = {
+    ("experts_gate_up", 16): (32, 128, 4, 4),
+    ("experts_gate_up", 32): (64, 128, 4, 3),
+    ("experts_gate_up", 64): (128, 64, 4, 4),
+    ("experts_gate_up", 128): (128, 64, 8, 4),
+}
+# Decodes by the query heads of a KV head: BLOCK_N, warps, stages.
+_FEW_DECODES = {8: (128, 4, 3)}
+_MANY_DECODES = (32, 1, 2)
+
+
+def kernel_options(
+    features: frozenset[str], kernel: str, query: Any, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The launch options of a shared kernel that a device with these features wants changed."""
+    if "tma" not in features or getattr(query, "dtype", "float32") == "float32":
+        return {}
+    if kernel.startswith("experts_"):
+        chosen = _EXPERTS.get((kernel, options.get("BLOCK_M", 0)))
+        return dict(zip(_PRODUCT, chosen, strict=True)) if chosen else {}
+    if kernel in ("decode", "decode_many") and query.head_dim <= 128 >= query.v_head_dim:
+        group = query.q_heads // query.kv_heads
+        decode = _MANY_DECODES if kernel == "decode_many" else _FEW_DECODES.get(group)
+        return (
+            dict(zip(("BLOCK_N", "num_warps", "num_stages"), decode, strict=True)) if decode else {}
+        )
+    return {}
