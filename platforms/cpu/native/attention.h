@@ -269,44 +269,55 @@ struct PrefillState {  // views into a thread's scratch
   float *scores, *acc, *m, *l;
 };
 
+// Softmax of a row of W * N scores, of which those in [from, to) count: adds to the row's sum and maximum, leaves
+// probabilities in `out`, times `vs` if given, and returns what the sums so far are to be multiplied with.
+template <int N, class T>
+inline float row_softmax(const hr_attention& a, const float* s, T* out, int from, int to, float* m, float* l,
+                         const float* ks, const float* vs) {
+  const bool part = from > 0 || to < N * W;
+  vf v[N], tops = set1(kMinus), total = zero();
+  for (int j = 0; j < N; ++j) {
+    v[j] = mul(load(s + j * W), load(ks + j * W));
+    if (a.softcap > 0.0f) v[j] = mul(vtanh(mul(v[j], set1(1.0f / a.softcap))), set1(a.softcap));
+    // what lies beyond may be NaN: memory there holds anything
+    if (part) v[j] = within(v[j], from - j * W, to - j * W, kMinus);
+    tops = vmax(tops, v[j]);
+  }
+  const float top = std::max(*m, hmax(tops));
+  const float shrink = *m == top ? 1.0f : *m == kMinus ? 0.0f : std::exp(*m - top);
+  for (int j = 0; j < N; ++j) {
+    vf e = vexp(sub(v[j], set1(top)));
+    if (part) e = within(e, from - j * W, to - j * W, 0.0f);  // vexp(-inf) is tiny, not zero
+    total = add(total, e);
+    store(out + j * W, vs ? mul(e, load(vs + j * W)) : e);
+  }
+  *l = *l * shrink + sum(total);
+  *m = top;
+  return shrink;
+}
+
 // Softmax of one tile of scores, `width` wide of which `keys` count: masks, new maximum, shrinks what was summed, leaves
-// probabilities in `prob`, times `vs` if given. ks, vs: see Cache::scales.
+// probabilities in `prob`. ks, vs: see Cache::scales.
 template <class T>
 inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int rows, int group, int64_t first_key,
                          int64_t keys, int64_t width, int64_t last_visible0, const float* ks, const float* vs) {
+  constexpr int N = kCols / W;  // vectors of 16 keys
   const int64_t d = a.head_dim;
   for (int r = 0; r < rows; ++r) {
-    float* s = st.scores + r * kKeyTile;
+    const float* s = st.scores + r * kKeyTile;
     T* out = prob + r * kKeyTile;
     const int64_t last = last_visible0 + r / group;  // rows are token-major: (token, head of the group)
-    const int64_t to = std::clamp<int64_t>(last + 1 - first_key, 0, keys);
-    const int64_t from = a.window > 0 ? std::clamp<int64_t>(last + 1 - a.window - first_key, 0, to) : 0;
+    const int to = int(std::clamp<int64_t>(last + 1 - first_key, 0, keys));
+    const int from = a.window > 0 ? int(std::clamp<int64_t>(last + 1 - a.window - first_key, 0, to)) : 0;
     if (from >= to) {
       std::memset(static_cast<void*>(out), 0, sizeof(T) * size_t(width));
       continue;
     }
-    for (int64_t i = 0; i < width; i += W) {
-      vf v = mul(load(s + i), load(ks + i));
-      if (a.softcap > 0.0f) v = mul(vtanh(mul(v, set1(1.0f / a.softcap))), set1(a.softcap));
-      store(s + i, v);
-    }
-    for (int64_t i = 0; i < from; ++i) s[i] = kMinus;
-    for (int64_t i = to; i < width; ++i) s[i] = kMinus;
-    vf tops = load(s);
-    for (int64_t i = W; i < width; i += W) tops = vmax(tops, load(s + i));
-    const float top = std::max(st.m[r], hmax(tops));
-    const float shrink = st.m[r] == top ? 1.0f : st.m[r] == kMinus ? 0.0f : std::exp(st.m[r] - top);
-    for (int64_t i = 0; i < width; i += W) store(s + i, vexp(sub(load(s + i), set1(top))));
-    for (int64_t i = 0; i < from; ++i) s[i] = 0.0f;
-    for (int64_t i = to; i < width; ++i) s[i] = 0.0f;
-    vf total = zero();
-    for (int64_t i = 0; i < width; i += W) {
-      const vf e = load(s + i);
-      total = add(total, e);
-      store(out + i, vs ? mul(e, load(vs + i)) : e);
-    }
-    st.l[r] = st.l[r] * shrink + sum(total);
-    st.m[r] = top;
+    float shrink, *m = st.m + r, *l = st.l + r;
+    if (width == 4 * kCols) shrink = row_softmax<4 * N>(a, s, out, from, to, m, l, ks, vs);
+    else if (width == 3 * kCols) shrink = row_softmax<3 * N>(a, s, out, from, to, m, l, ks, vs);
+    else if (width == 2 * kCols) shrink = row_softmax<2 * N>(a, s, out, from, to, m, l, ks, vs);
+    else shrink = row_softmax<N>(a, s, out, from, to, m, l, ks, vs);
     if (shrink != 1.0f)
       for (int64_t i = 0; i < d; i += W) store(st.acc + r * d + i, mul(load(st.acc + r * d + i), set1(shrink)));
   }

@@ -130,6 +130,11 @@ inline vf vabs(vf v) { return _mm512_abs_ps(v); }
 inline vf round_even(vf v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline vf scale_pow2(vf v, vf n) { return _mm512_scalef_ps(v, n); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline uint32_t first_bits(int n) { return n <= 0 ? 0 : n >= W ? (1u << W) - 1 : (1u << n) - 1; }
+// v where from <= lane < to, elsewhere `other`.
+inline vf within(vf v, int from, int to, float other) {
+  return _mm512_mask_blend_ps(__mmask16(first_bits(to) & ~first_bits(from)), set1(other), v);
+}
 #else
 constexpr int W = 8;
 typedef float vf __attribute__((vector_size(32)));
@@ -202,6 +207,10 @@ inline vf vabs(vf v) { return vmax(v, -v); }
 inline vf round_even(vf v) {  // adding 1.5 * 2^23 rounds |v| < 2^22 to nearest even
   vf magic = set1(12582912.0f);
   return (v + magic) - magic;
+}
+inline vf within(vf v, int from, int to, float other) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  return (lane >= from) & (lane < to) ? v : set1(other);
 }
 inline vf scale_pow2(vf v, vf n) {
   vi e = (__builtin_convertvector(n, vi) + 127) << 23;
