@@ -133,14 +133,15 @@ class Layers:
     def ops(self, runtime: Any) -> Ops:
         return Ops(self._shape, runtime)
 
-    def run(self, ops: Ops, fused: bool) -> torch.Tensor:
-        """x after the layers, [1, hidden]. `fused`: norms are part of what follows, and so is rotary embedding."""
+    def run(self, ops: Ops, norms: str, turned: bool) -> torch.Tensor:
+        """x after the layers, [1, hidden]. `norms` are part of the products behind them where these are "" = said to
+        gain by it, "all" or "none"; `turned`: rotary embedding is part of attention."""
         shape, x, residual = self._shape, self._x, self._residual.clone()
         plan = ops.attention.plan(self._batch, 0)
 
         def normed(op: Any, packed: Any, activation: str = "", keep: bool = False) -> Any:
             nonlocal residual
-            if fused and op.normed_rows:
+            if norms == "all" or (op.normed_rows and norms != "none"):
                 y, residual, kept = op.normed(x, residual, self._norm, packed, activation, keep)
                 return y, kept
             kept, residual = ops.norm(x, residual, self._norm.weight, self._norm.eps)
@@ -149,7 +150,7 @@ class Layers:
         heads = (shape.q_heads, shape.kv_heads, shape.kv_heads)
         for caches, weights in self._layers:
             qkv = normed(ops.linears[0], weights[0])[0].view(1, -1, shape.head)
-            turn = ops.attention.turn_and_attend if fused else ops.apart
+            turn = ops.attention.turn_and_attend if turned else ops.apart
             attended = turn(*qkv.split(heads, dim=1), self._turn, caches, plan)
             x = ops.linears[1](attended.flatten(1), weights[1])
             if shape.experts:

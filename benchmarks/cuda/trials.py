@@ -49,6 +49,7 @@ PRODUCTS = {
     "8B down": (14336, 4096, (16, 32, 64, 128)),
     "30B qkv": (2048, 5120, (32, 128)),
     "30B o": (4096, 2048, (32, 128)),
+    "30B router": (2048, 128, (32, 128)),
 }
 # KV heads for 32 query heads, requests, keys of each
 LOADS = ((1, 600), (32, 1100), (128, 1200), (256, 300))
@@ -64,7 +65,10 @@ class Trial:
 
     @property
     def label(self) -> str:
-        parts = [",".join(map(str, change.values())) for change in self.changes.values()]
+        parts = [
+            ",".join(map(str, (name.split()[0].removeprefix("experts_"), *change.values())))
+            for name, change in self.changes.items()
+        ]
         return " ".join([self.way, *parts]).strip() or "in use"
 
 
@@ -88,7 +92,7 @@ class Changed:
         if isinstance(query, LinearQuery):
             shape = f"{kernel} {query.in_features}x{query.out_features}"
         rows = f"{kernel} {options.get('BLOCK_M')}"
-        for name in (kernel, rows, shape):
+        for name in (kernel.removesuffix("_many"), rows, shape):
             own |= self._changes.get(name, {})
         return own
 
@@ -352,7 +356,7 @@ def chain_space(model: str) -> dict[str, list[dict[str, int]]]:
 
 def chain_trials() -> Iterator[Trial]:
     for model in LAYERS:
-        for way in ("", "unfused", "no dependent launches"):
+        for way in ("", "all norms", "none norms", "rotary apart", "no dependent launches"):
             yield Trial("chain", (model,), way=way)
         for kernel, changes in chain_space(model).items():
             yield from (Trial("chain", (model,), {kernel: change}) for change in changes)
@@ -367,7 +371,8 @@ def chain_calls(runtime: Any, trial: Trial, copies: int) -> list[Call]:
     made = layers(trial.load[0], 1 if copies == 1 else COPIES_LAYERS)
     pdl = trial.way != "no dependent launches"
     ops = made.ops(Changed(runtime, trial.changes, pdl))
-    return [lambda: made.run(ops, trial.way != "unfused")]
+    norms = trial.way.removesuffix(" norms") if trial.way.endswith(" norms") else ""
+    return [lambda: made.run(ops, norms, trial.way != "rotary apart")]
 
 
 def chain_limit(load: tuple[Any, ...]) -> float:
