@@ -33,7 +33,9 @@ class GraphTraits:
     host_args: bool  # replay needs HostArgs
     max_graphs: int | None  # streams or memory limit the number of graphs
     shares_pool: bool
-    graph_bytes: int = 0  # of device memory that a graph takes at most beside what its body allocates
+    graph_bytes: int = (
+        0  # of device memory that a graph takes at most beside what its body allocates
+    )
 
 
 @dataclass(frozen=True, slots=True)

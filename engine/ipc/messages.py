@@ -9,7 +9,6 @@ import msgspec
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import TokenLogprobs
 
-
 SLEEP_TAGS = ("weights", "kv_cache")  # what can sleep, in the order in which it wakes
 
 

@@ -139,7 +139,7 @@ def test_one_implementation_and_one_area(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert {row["op"] for row in report["implementations"]} == {"rms_norm", "memory"}
-    assert report["passed"] == 5 and report["failed"] == 0
+    assert report["passed"] == 6 and report["failed"] == 0
     assert "test 1 of" in done.stderr
 
 

@@ -156,7 +156,9 @@ def test_gemma3_with_a_vision_tower(prefix: str, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(llama: Tiny) -> None:
-    with pytest.raises(ModelError, match=r"'t5' is not supported; supported: .*gemma2, gemma3, llama"):
+    with pytest.raises(
+        ModelError, match=r"'t5' is not supported; supported: .*gemma2, gemma3, llama"
+    ):
         build_model(replace(llama.source.spec, architecture="t5"), make_context(), 16)
 
 
