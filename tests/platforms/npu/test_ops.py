@@ -15,7 +15,8 @@ from headrace.platforms.reference.compare import compare
 from headrace.platforms.reference.queries import queries
 from headrace.platforms.registry import REFERENCE
 
-ROWS = [(row.op, row.name) for row in NpuPlatform().implementations()]
+# collectives take a group of processes: tests/contract/test_collectives.py
+ROWS = [(row.op, row.name) for row in NpuPlatform().implementations() if row.op != "collectives"]
 
 
 @pytest.mark.parametrize(("op", "name"), ROWS)
