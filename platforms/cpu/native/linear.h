@@ -16,6 +16,12 @@ constexpr int kWideRows = 16;
 // The same for two quantized panels, which are unpacked for it: the results are the same to the last bit.
 constexpr int kWideRowsQuantized = 24;
 
+#if HR_AMX
+#define HR_TILES 1
+#else
+#define HR_TILES 0
+#endif
+
 inline int64_t panels(int64_t n) { return (n + kCols - 1) / kCols; }
 
 inline int64_t panel_bytes(int format, int64_t k) {
@@ -53,11 +59,12 @@ inline void write_row(const hr_linear& a, const float* c, int64_t row, int64_t p
   else write_row<fp16>(a, c, row, panel);
 }
 
-// Both terms of x.
-inline bool is_fine(const hr_linear& a) { return a.rows <= kFineRows; }
+// Both terms of x. Few rows of a prompt are multiplied as many are, for what a prompt becomes must not depend on how much
+// of it was cached; tiles are as exact as both terms.
+inline bool is_fine(const hr_linear& a) { return a.rows <= kFineRows && (HR_TILES || !a.prompt); }
 
 // Rows of x lie in the scratch memory in sets of as many as a kernel takes, few rows in one smaller set.
-inline int set_rows(const hr_linear& a) { return row_stride(a.rows <= kRows ? int(a.rows) : kRows); }
+inline int set_rows(const hr_linear& a) { return is_fine(a) ? row_stride(a.rows) : kRows; }
 
 inline int64_t linear_scratch(int64_t rows, int64_t k) {
   const int64_t sets = (rows + kRows - 1) / kRows;
