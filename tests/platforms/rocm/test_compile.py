@@ -53,6 +53,7 @@ def test_remembered_launches_know_large_memory(monkeypatch):
 
     class Kernel:
         params = ()
+        arg_names = ("x",)
         __name__ = "kernel"
 
         def __getitem__(self, _grid):
