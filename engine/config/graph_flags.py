@@ -42,7 +42,7 @@ GRAPH_FLAGS = (
         "--max-captured-prompt",
         "graphs.prompt",
         SCHEDULING,
-        "Capture steps of one prompt of up to this many tokens; 0 captures none.",
+        "Capture steps of one prompt of up to this many tokens, where attention can be captured; 0: none.",
         parse.integer(0),
         aliases=("--piecewise-cuda-graph-max-tokens",),
         metavar="N",

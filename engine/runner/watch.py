@@ -150,7 +150,7 @@ class Call:
 
 
 # What is called of instances; everything else is asked of them as it is.
-_METHODS = ("attend", "write", "turn_and_write", "gated", "normed")
+_METHODS = ("attend", "write", "turn_and_write", "turn_and_attend", "gated", "normed")
 
 
 class _Op:

@@ -177,7 +177,8 @@ class NativeLinear(LinearImpl):
         n, k = packed.rows, packed.k
         if out is None:
             out = kernels.empty((rows, n), self._out)
-        # Steps that read prompts are not captured. The head runs for sampled rows only, in decode steps too.
+        # Steps that read prompts are not captured (with --enforce-eager none is, and all count as such). The head runs
+        # for sampled rows only, in decode steps too.
         prompt = int(kernels.tape is None and not self.query.out_dtype)
         scratch = 0
         if self._quantized and rows > 4:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ def cost(query: Any, method: str, args: tuple[Any, ...], view: BatchView, stored
         return Cost(query.scheme, 2 * stored(tokens * query.hidden, query.dtype))
     if isinstance(query, AttentionQuery) and method == "attend":
         return attend(query, view, tokens, stored)
+    if isinstance(query, AttentionQuery) and method == "turn_and_attend":
+        found = attend(query, view, tokens, stored)  # and new keys and values are read and written
+        return replace(found, nbytes=found.nbytes + sum(2 * one.nbytes for one in args[1:3]))
     if isinstance(query, AttentionQuery):  # what is turned or written lies beside the caches
         tensors = list(args[:2] if method == "write" else args[:3])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from headrace.cli.bench import trace
-from headrace.engine.runner import profile
+from headrace.engine.runner import profile, watch
 from headrace.engine.runner.watch import stored
 from headrace.engine.workers.executor import CallFailed
+from headrace.platforms.attention import PagedAttention
 from headrace.platforms.cpu.runtime import CpuRuntime
+from headrace.platforms.linear import EmbeddingImpl, ExpertsImpl, LinearImpl
 from headrace.platforms.profiling import costs
 from headrace.platforms.profiling.costs import Cost
 from headrace.platforms.queries import (
@@ -162,3 +165,32 @@ def test_what_cannot_be_had_is_said(folder):
                 engine.executor.call("profile_step", *sizes)
         with pytest.raises(CallFailed, match="--max-num-batched-tokens"):
             engine.executor.call("profile_step", 16, 10, 33)
+
+
+def test_attention_that_turns_reads_what_attention_reads():
+    """And new keys and values, which it writes as well."""
+    query = AttentionQuery(4, 2, 8, 8, "float32", "float32", 0.1)
+    view = SimpleNamespace(
+        num_reqs=2,
+        seq_lens_host=np.array([5, 3], np.int32),
+        query_start_loc_host=np.array([0, 1, 2], np.int32),
+    )
+    q, k = torch.zeros(2, 4, 8), torch.zeros(2, 2, 8)
+    plain = costs.cost(query, "attend", (q,), view, stored)
+    turned = costs.cost(query, "turn_and_attend", (q, k, k), view, stored)
+    assert turned == Cost(plain.detail, plain.nbytes + 2 * 2 * k.nbytes, plain.operations)
+
+
+def test_every_way_to_call_an_op_is_watched():
+    """A method that layers call and the profile does not know would be missing from its tables."""
+    contracts = (PagedAttention, LinearImpl, EmbeddingImpl, ExpertsImpl)
+    computing = {
+        name
+        for contract in contracts
+        for name, method in vars(contract).items()
+        if inspect.isfunction(method)
+        and [p.annotation for p in inspect.signature(method).parameters.values()][1:2]
+        == ["torch.Tensor"]
+    }
+    assert {"attend", "normed"} < computing
+    assert computing - {"__call__", "pack", "canonical"} == set(watch._METHODS)

@@ -86,8 +86,8 @@ inline void unpack_panel(const QuantType& t, const uint8_t* panel, const PanelSh
   return unpack_panel<8>(t, panel, shape, out, d, m);
 }
 
-// c[R][16 P] = R rows of x, k apart, * P unpacked panels, `columns` bytes apart in memory with their scales and minimums
-// likewise. Each four inputs of a row are loaded once for all panels; see block_pairs. The sums have names: GCC keeps an
+// c[R][16 P] = R rows of x from `row` on * P unpacked panels, which lie one behind the other, as do their scales and their
+// minimums. Each four inputs of a row are loaded once for all panels; see block_pairs. The sums have names: GCC keeps an
 // array of them in memory.
 template <int R, int P, int GROUP, bool MIN>
 void pair_rows(const ByteRows& x, int64_t row, int64_t k, const uint8_t* b, const float* d, const float* m,
