@@ -222,14 +222,21 @@ inline void run_linear_pairs(const void* p, int chunk, int chunks, Scratch& scra
     unpack_panel(t, w + j * shape.bytes, shape, b + j * wide, d + j * floats, m + j * floats);
   float c[kPairRows][kPair * kCols];
   const int64_t end = rows * (cut + 1) / cuts;
+  const bool plain = a.y_dtype == HR_BF16 && !a.bias && a.softcap <= 0.0f && (first + cols) * kCols <= a.n;
   for (int64_t r = rows * cut / cuts; r < end; r += kPairRows) {
     const int count = int(end - r < kPairRows ? end - r : kPairRows);
     mm_pair(t, x, r, count, cols, b, d, m, a.k, c);
     for (int j = 0; j < cols; ++j) {
       const vf columns = load(reinterpret_cast<const float*>(w + j * shape.bytes));
-      for (int i = 0; i < count; ++i) {
-        store(c[i] + j * kCols, mul(load(c[i] + j * kCols), columns));
-        write_row(a, c[i] + j * kCols, r + i, first + j);
+      bf16* y = static_cast<bf16*>(a.y) + r * a.y_stride + (first + j) * kCols;
+      for (int i = 0; i < count; ++i, y += a.y_stride) {
+        const vf v = mul(load(c[i] + j * kCols), columns);
+        if (plain) {
+          store(y, v);
+        } else {
+          store(c[i] + j * kCols, v);
+          write_row(a, c[i] + j * kCols, r + i, first + j);
+        }
       }
     }
   }

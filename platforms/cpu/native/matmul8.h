@@ -25,29 +25,70 @@ struct ByteRows {
   }
 };
 
-// A NaN has no place among the integers: the scale carries it.
+// The largest of each of four vectors, four times over.
+inline __m512i largest_of(__m512i a, __m512i b, __m512i c, __m512i d) {
+  const __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m512i halves = _mm512_max_epi32(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+  return _mm512_max_epi32(halves, _mm512_shuffle_i32x4(halves, halves, 0xb1));
+}
+
+// Up to four blocks of 32 inputs. What is not finite has no place among the integers: the scale carries it. Absolute
+// values are compared as the integers that their bits are, for which a NaN is the largest number.
+template <bool FOUR, class T>
+inline void quantize_blocks(const T* x, int blocks, const QuantType& t, int8_t* q, float* d, int32_t* zero) {
+  const int per_block = 32 / t.group;
+  auto at = [&](int i) { return FOUR || i / 2 < blocks ? load(x + i * W) : _mm512_setzero_ps(); };
+  const __m512 v0 = at(0), v1 = at(1), v2 = at(2), v3 = at(3), v4 = at(4), v5 = at(5), v6 = at(6), v7 = at(7);
+  auto top = [](__m512 a, __m512 b) {
+    return _mm512_max_epi32(_mm512_castps_si512(_mm512_abs_ps(a)), _mm512_castps_si512(_mm512_abs_ps(b)));
+  };
+  const __m128i bits = _mm512_castsi512_si128(largest_of(top(v0, v1), top(v2, v3), top(v4, v5), top(v6, v7)));
+  const __m128 largest = _mm_castsi128_ps(bits), most = _mm_set1_ps(127.0f);
+  const __mmask8 spoilt = _mm_cmpgt_epi32_mask(bits, _mm_set1_epi32(0x7f7fffff));
+  const __m512 inverse =
+      _mm512_castps128_ps512(_mm_maskz_div_ps(_mm_cmpgt_epi32_mask(bits, _mm_setzero_si128()), most, largest));
+  const __m128 scale = _mm_mask_mov_ps(_mm_div_ps(largest, most), spoilt, _mm_set1_ps(__builtin_nanf("")));
+  auto whole = [&](__m512 v, int block) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_permutexvar_ps(_mm512_set1_epi32(block), inverse)));
+  };
+  auto bytes = [&](__m512 a, __m512 b, __m512 c, __m512 e, int half) {  // of two blocks; their sums by four
+    const __m512i words = _mm512_packs_epi32(whole(a, 2 * half), whole(b, 2 * half));
+    const __m512i packed = _mm512_packs_epi16(words, _mm512_packs_epi32(whole(c, 2 * half + 1), whole(e, 2 * half + 1)));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i out = _mm512_permutexvar_epi32(order, packed);
+    if (FOUR || blocks - 2 * half > 1) _mm512_storeu_si512(q + half * 64, out);
+    else if (blocks - 2 * half > 0) _mm256_storeu_si256(reinterpret_cast<__m256i*>(q + half * 64), _mm512_castsi512_si256(out));
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), out);
+  };
+  const __m512i first = bytes(v0, v1, v2, v3, 0), second = bytes(v4, v5, v6, v7, 1);
+  const __m512i both = _mm512_add_epi32(_mm512_unpacklo_epi32(first, second), _mm512_unpackhi_epi32(first, second));
+  const __m512i lanes = _mm512_add_epi32(both, _mm512_shuffle_epi32(both, _MM_PERM_BADC));  // first, second, ... of 16 inputs
+  const __m512i sixteen = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+  __m256i sums = _mm512_castsi512_si256(_mm512_permutexvar_epi32(sixteen, lanes));
+  __m256 scales = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(scale), _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+  if (per_block == 1) {
+    sums = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums, sums), 0x08);
+    scales = _mm256_castps128_ps256(scale);
+  }
+  if (t.has_min) sums = _mm256_castps_si256(_mm256_mul_ps(scales, _mm256_cvtepi32_ps(sums)));
+  else sums = _mm256_mullo_epi32(sums, _mm256_set1_epi32(-t.zero));
+  if constexpr (FOUR) {
+    if (per_block == 1) _mm_storeu_si128(reinterpret_cast<__m128i*>(zero), _mm256_castsi256_si128(sums));
+    else _mm256_storeu_si256(reinterpret_cast<__m256i*>(zero), sums);
+    _mm_storeu_ps(d, scale);
+  } else {
+    _mm256_mask_storeu_epi32(zero, __mmask8((1 << blocks * per_block) - 1), sums);
+    _mm_mask_storeu_ps(d, __mmask8((1 << blocks) - 1), scale);
+  }
+}
+
 template <class T>
 void quantize_bytes(const T* x, int64_t k, const QuantType& t, int8_t* q, float* d, int32_t* zero) {
-  for (int64_t b = 0; b < k / 32; ++b, x += 32, q += 32) {
-    const vf first = load(x), second = load(x + W);
-    const float largest = hmax(vmax(vabs(first), vabs(second)));
-    const vf inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
-    const vf whole[2] = {round_even(mul(first, inverse)), round_even(mul(second, inverse))};
-    float sums[2];
-    for (int h = 0; h < 2; ++h) {
-      sums[h] = sum(whole[h]);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(q + h * W), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole[h])));
-    }
-    const float total = sums[0] + sums[1];
-    const bool spoilt = total != total;
-    d[b] = spoilt ? total : largest / 127.0f;
-    if (t.group == 32) sums[0] += sums[1];
-    for (int h = 0; h < 32 / t.group; ++h, ++zero) {
-      const float scaled = d[b] * sums[h];
-      if (t.has_min) std::memcpy(zero, &scaled, 4);
-      else *zero = spoilt ? 0 : -t.zero * int(sums[h]);
-    }
-  }
+  int64_t b = k / 32;
+  for (; b >= 4; b -= 4, x += 128, q += 128, d += 4, zero += 128 / t.group) quantize_blocks<true>(x, 4, t, q, d, zero);
+  if (b > 0) quantize_blocks<false>(x, int(b), t, q, d, zero);
 }
 
 // One panel's integers as bytes [k / 4][16][4], its scales and minimums as floats [groups][16].
