@@ -1,7 +1,7 @@
 """Launch options and ways of dividing work that might be faster, each one timed: what a run of this decides is written
 into the tables of platforms/triton and platforms/cuda.
 
-    python -m benchmarks.cuda.trials [--only chain,head,experts,few,decode] [--json FILE] [--workers 14]
+    python -m benchmarks.cuda.trials [--only chain,head,experts,tiled,parts,few,decode] [--json FILE] [--workers 14]
 
 Workers compile first, side by side, into Triton's cache; then one process times everything. Prints the best of each
 load beside what is in use. Results that differ from those of the options in use are marked "wrong".
@@ -13,34 +13,26 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.cuda import trials_experts
 from benchmarks.cuda.layers import LAYERS, Layers, widen
-from headrace.platforms.queries import AttentionQuery, ExpertsQuery, LinearQuery
+from benchmarks.cuda.trial import COPIES, PRODUCT, READ, ROW, Call, Changed, Trial, options
+from benchmarks.cuda.trials_experts import ROW_DOWN, ROW_GATE_UP
+from headrace.platforms.queries import AttentionQuery, LinearQuery
 from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
 from headrace.platforms.triton import attention
 from headrace.platforms.triton.attention import TritonAttention
-from headrace.platforms.triton.experts import TritonExperts
 from headrace.platforms.triton.linear import TritonLinear
 
-Call = Callable[[], Any]
-READ, MULTIPLY = (
-    4.38e12,
-    790e12,
-)  # bytes and bfloat16 operations a second that an H200 was seen to do
-PRODUCT = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-ROW = ("BLOCK_N", "BLOCK_K", "num_warps")
 FEW = (*PRODUCT, "SPLITS")
-
-# experts, of them for a token, hidden, intermediate; copies of the weights
-EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768)}
-COPIES, COPIES_LAYERS = 3, 6
+COPIES_LAYERS = 6
+SHOWN = (4, 40)  # results of a load that are printed
 # in, out of products; the rows of x to try
 PRODUCTS = {
     "8B qkv": (4096, 6144, (16, 32, 64, 128)),
@@ -56,174 +48,11 @@ LOADS = ((1, 600), (32, 1100), (128, 1200), (256, 300))
 DECODES = tuple((kv, *load) for kv in (8, 4) for load in LOADS)
 
 
-@dataclass(frozen=True)
-class Trial:
-    section: str
-    load: tuple[Any, ...]
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by kernel
-    way: str = ""  # a way of dividing the work, not an option of a kernel
-
-    @property
-    def label(self) -> str:
-        parts = [
-            ",".join(map(str, (name.split()[0].removeprefix("experts_"), *change.values())))
-            for name, change in self.changes.items()
-        ]
-        return " ".join([self.way, *parts]).strip() or "in use"
-
-
-class Changed:
-    """A runtime that wants some options of some kernels otherwise; a name with sizes is for one shape."""
-
-    def __init__(
-        self, runtime: Any, changes: Mapping[str, Mapping[str, Any]], pdl: bool = True
-    ) -> None:
-        self._runtime, self._changes = runtime, changes
-        self.info = runtime.info
-        if not pdl:
-            self.info = replace(self.info, features=self.info.features - {"pdl"})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-    def kernel_options(self, kernel: str, query: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        own = dict(self._runtime.kernel_options(kernel, query, options))
-        shape = ""
-        if isinstance(query, LinearQuery):
-            shape = f"{kernel} {query.in_features}x{query.out_features}"
-        rows = f"{kernel} {options.get('BLOCK_M')}"
-        for name in (kernel.removesuffix("_many"), rows, shape):
-            own |= self._changes.get(name, {})
-        return own
-
-
 def opened() -> Any:
     from headrace.platforms.cuda.platform import CudaPlatform
 
     platform = CudaPlatform()
     return platform.open(platform.probe()[0])
-
-
-def options(names: Sequence[str], *values: Sequence[int]) -> list[dict[str, int]]:
-    return [dict(zip(names, one, strict=True)) for one in values]
-
-
-# -- experts ----------------------------------------------------------------------------------------------------------
-
-ROW_GATE_UP = options(
-    ROW, (1, 2048, 2), (1, 2048, 4), (2, 2048, 4), (2, 2048, 8), (4, 2048, 8), (4, 1024, 4),
-    (4, 512, 4), (2, 1024, 4), (8, 512, 4), (2, 1024, 2),
-)  # fmt: skip
-ROW_DOWN = options(
-    ROW, (1, 1024, 4), (1, 1024, 8), (2, 1024, 8), (1, 256, 4), (2, 256, 4), (2, 256, 8),
-    (4, 256, 8), (2, 128, 4), (4, 128, 4), (2, 512, 8), (1, 512, 4),
-)  # fmt: skip
-FEW_GATE_UP = options(
-    PRODUCT, (32, 128, 4, 3), (64, 64, 4, 4), (16, 128, 2, 4), (16, 256, 4, 3), (32, 128, 2, 4),
-    (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 3),
-)  # fmt: skip
-FEW_DOWN = options(
-    PRODUCT, (64, 128, 4, 3), (32, 128, 4, 4), (32, 256, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4),
-    (64, 256, 4, 2), (128, 128, 4, 3),
-)  # fmt: skip
-TILES_GATE_UP = {
-    16: options(PRODUCT, (64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4),
-                (128, 64, 4, 3), (128, 64, 8, 4), (64, 64, 4, 5)),
-    32: options(PRODUCT, (64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4),
-                (128, 64, 4, 3), (128, 64, 8, 4)),
-    64: options(PRODUCT, (64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3),
-                (128, 64, 4, 4), (64, 128, 4, 3)),
-    128: options(PRODUCT, (64, 64, 8, 3), (64, 64, 8, 4), (64, 64, 4, 4), (128, 64, 8, 3),
-                 (128, 64, 8, 4), (128, 32, 8, 4), (64, 128, 8, 3), (128, 128, 8, 2)),
-}  # fmt: skip
-TILES_DOWN = {
-    16: options(PRODUCT, (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 4, 3),
-                (256, 64, 4, 3), (64, 256, 4, 2)),
-    32: options(PRODUCT, (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 4, 3),
-                (256, 64, 8, 3)),
-    64: options(PRODUCT, (128, 64, 4, 3), (128, 64, 4, 4), (256, 64, 8, 3), (64, 128, 4, 3),
-                (128, 128, 4, 3)),
-    128: options(PRODUCT, (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 8, 4),
-                 (128, 64, 4, 4), (128, 128, 8, 3)),
-}  # fmt: skip
-# tokens -> heights of tiles to try; where the options of a height are tried, and which of them elsewhere
-HEIGHTS = {32: (16,), 64: (16,), 128: (16, 32), 256: (16, 32, 64), 512: (32, 64), 1024: (64, 128),
-           2048: (64, 128), 8192: (64, 128)}  # fmt: skip
-SEARCHED = {64: 16, 256: 32, 512: 64, 8192: 128}
-
-
-def experts_trials() -> Iterator[Trial]:
-    for tokens in (1, 2, 3, 4, 8):
-        ways = ("few", "row") if tokens > 2 else ("row", "few")[:tokens]
-        yield from (Trial("experts", (tokens,), way=way) for way in ways)
-    for kernel, row, few in (
-        ("gate_up", ROW_GATE_UP, FEW_GATE_UP),
-        ("down", ROW_DOWN, FEW_DOWN),
-    ):
-        for change in row:
-            yield Trial("experts", (1,), {f"experts_{kernel}_row": change}, "row")
-        for tokens in (4, 16):
-            for change in few:
-                yield Trial("experts", (tokens,), {f"experts_{kernel}_few": change}, "few")
-    for tokens, heights in HEIGHTS.items():
-        for height in heights:
-            yield Trial("experts", (tokens,), way=str(height))
-    for tokens, height in SEARCHED.items():
-        for kernel, table in (("gate_up", TILES_GATE_UP), ("down", TILES_DOWN)):
-            for change in table[height]:
-                changes = {f"experts_{kernel} {height}": change}
-                yield Trial("experts", (tokens,), changes, str(height))
-
-
-@cache
-def experts_weights(copies: int) -> list[Any]:
-    (shape,) = EXPERTS.values()
-    count, _, hidden, size = shape
-    like = {"device": DEVICE, "dtype": torch.bfloat16}
-    return [
-        (
-            torch.randn(count, 2 * size, hidden, **like).mul_(hidden**-0.5),
-            torch.randn(count, hidden, size, **like).mul_(size**-0.5),
-        )
-        for _ in range(copies)
-    ]
-
-
-@cache
-def experts_inputs(tokens: int) -> tuple[Any, list[Any]]:
-    (shape,) = EXPERTS.values()
-    torch.manual_seed(tokens)
-    x = torch.randn(tokens, shape[2], device=DEVICE, dtype=torch.bfloat16)
-    chosen = []
-    for _ in range(COPIES):
-        logits, ids = torch.randn(tokens, shape[0], device=DEVICE).topk(shape[1])
-        chosen.append((logits.softmax(1), ids.int()))
-    return x, chosen
-
-
-def experts_calls(runtime: Any, trial: Trial, copies: int) -> list[Call]:
-    (shape,) = EXPERTS.values()
-    op = TritonExperts(ExpertsQuery(*shape, "bfloat16"), Changed(runtime, trial.changes))
-    x, chosen = experts_inputs(*trial.load)
-    packed = experts_weights(copies)
-
-    def call(routed: Any, weights: Any) -> Any:
-        out = torch.empty_like(x)
-        if trial.way == "row":
-            op._row(x, *routed, weights, out)
-        else:
-            rows = 0 if trial.way == "few" else int(trial.way)
-            op._rows((x, *routed), weights, out, rows)
-        return out
-
-    return [lambda c=c, p=p: call(c, p) for c, p in zip(chosen, packed, strict=False)]
-
-
-def experts_limit(load: tuple[Any, ...]) -> float:
-    (shape,) = EXPERTS.values()
-    _, top_k, hidden, size = shape
-    used = sum(len(ids.unique()) for _, ids in experts_inputs(*load)[1]) / COPIES
-    return max(used * 6 * size * hidden / READ, 6 * load[0] * top_k * size * hidden / MULTIPLY)
 
 
 # -- products of few rows ---------------------------------------------------------------------------------------------
@@ -414,7 +243,7 @@ def head_limit(load: tuple[Any, ...]) -> float:
 SECTIONS: dict[str, tuple[Callable[[], Iterator[Trial]], Callable[..., list[Call]], Any]] = {
     "chain": (chain_trials, chain_calls, chain_limit),
     "head": (head_trials, head_calls, head_limit),
-    "experts": (experts_trials, experts_calls, experts_limit),
+    **trials_experts.SECTIONS,
     "few": (few_trials, few_calls, few_limit),
     "decode": (decode_trials, decode_calls, decode_limit),
 }
@@ -520,7 +349,7 @@ def main() -> None:
             found.append(row)
             best = "; ".join(
                 f"{label} {took:.1f}{' ' + wrong if wrong else ''}"
-                for took, label, wrong in row["best"][:4]
+                for took, label, wrong in row["best"][: SHOWN[row["section"] == "tiled"]]
             )
             limit = f"/{row['limit']:.1f}" if "limit" in row else ""
             print(f"{row['section']} {row['load']}: {row['us']:.1f}{limit} | {best}", flush=True)

@@ -36,6 +36,7 @@ from headrace.platforms.triton import (
     attention_kernels,
     experts,
     experts_kernels,
+    experts_tiled_kernels,
     linear,
     linear_kernels,
     logprobs,
@@ -68,6 +69,21 @@ LATENT = (16, 128)
 LINEAR = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256), (576, 960))
 # experts, of them for a token, hidden, intermediate: Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B
 EXPERTS = ((8, 2, 4096, 14336), (60, 4, 2048, 1408), (128, 8, 2048, 768))
+# How experts over copied tiles are compiled where a device keeps to the other kernels.
+TILED: Mapping[int, Mapping[str, Any]] = {
+    rows: {
+        **experts.UNTILED,
+        "TILED": True,
+        "SWAP": rows < 64,
+        "FLAT": True,
+        "E": EXPERTS[-1][0],
+        "BLOCK_N": 64 if rows < 64 else 128,
+        "BLOCK_K": 64,
+        "num_stages": 4,
+        "num_warps": 4 if rows < 128 else 8,
+    }
+    for rows in experts.TILE_ROWS
+}
 # DeepSeek-V2-Lite's, V2's and V3's
 ROUTERS = (
     RouterQuery(64, 6, scale=1.5),
@@ -75,7 +91,7 @@ ROUTERS = (
     RouterQuery(256, 8, True, "sigmoid", groups=8, top_groups=4, bias=True, scale=2.5),
 )
 # integers that kernels are not specialized on
-NOT_SPECIALIZED = ("table_stride", "splits", "P", "most_tiles", "block_m", "top", "M")
+NOT_SPECIALIZED = ("table_stride", "splits", "P", "block_m", "top", "M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,17 +309,40 @@ def _experts(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
             kernel = getattr(experts_kernels, f"{name}_kernel")
             options = experts.row_options(name, query, runtime)
             yield Variant(f"experts {name} {label}", kernel, pointers, scalars, options)
-        for rows in experts.tile_sizes(query):
-            for name in ("gate_up", "down"):
-                kernel = getattr(experts_kernels, f"{name}_kernel")
-                for few in (True, False) if rows == 16 else (False,):
-                    options = experts.product_options(name, query, runtime, rows, few)
-                    text = f"experts {name} {label} {rows} rows{', few' if few else ''}"
+        for rows, name in product(experts.tile_sizes(query), ("gate_up", "down")):
+            kernel = getattr(experts_kernels, f"{name}_kernel")
+            for few in (True, False) if rows == 16 else (False,):
+                options = experts.product_options(name, query, runtime, rows, few)
+                text = f"experts {name} {label} {rows} rows{', few' if few else ''}"
+                if not options.get("TILED"):
                     yield Variant(text, kernel, pointers, scalars, options)
+            if options.get("TILED") is not None and dtype != "float32":
+                if not options["TILED"]:
+                    if dtype != "bfloat16" or count != EXPERTS[-1][0]:
+                        continue  # all are alike but for sizes
+                    options = {**options, **TILED[rows]}
+                yield _tiled(name, f"{text}, tiled", {**pointers, "w": short}, scalars, options)
         options = experts.sum_options(query, runtime)
         yield Variant(
             f"experts sum {label}", experts_kernels.sum_kernel, pointers, scalars, options
         )
+
+
+def _tiled(
+    name: str,
+    label: str,
+    pointers: Mapping[str, str],
+    scalars: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> Variant:
+    """One of the experts' products over copied tiles."""
+    rows, columns, depth = (options[f"BLOCK_{which}"] for which in "MNK")
+    both = name == "gate_up" and not options["SWAP"]
+    weights = f"1, 2, {columns}, {depth}" if both else f"1, {columns}, {depth}"
+    blocks = {"w13": weights} if name == "gate_up" else {"w2": weights, "h": f"{rows}, {depth}"}
+    described = {of: f"tensordesc<{pointers['w']}[{block}]>" for of, block in blocks.items()}
+    kernel = getattr(experts_tiled_kernels, f"tiled_{name}_kernel")
+    return Variant(label, kernel, {**pointers, **described}, scalars, options)
 
 
 def _routing(runtime: Any) -> Iterator[Variant]:
@@ -334,6 +373,9 @@ def compile_variant(variant: Variant, target: Target) -> Resources:
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(variant.kernel.arg_names):
+        if variant.pointers.get(name, "").startswith("tensordesc"):
+            signature[name] = variant.pointers[name]
+            continue
         if name in variant.pointers:
             signature[name] = f"*{variant.pointers[name]}"
         elif name in variant.scalars:

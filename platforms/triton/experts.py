@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from headrace.platforms.triton.experts_kernels import (
     sort_kernel,
     sum_kernel,
 )
-from headrace.platforms.triton.launch import Launcher, launch_options, power_of_two
+from headrace.platforms.triton.experts_tiled_kernels import tiled_down_kernel, tiled_gate_up_kernel
+from headrace.platforms.triton.launch import (
+    Launcher,
+    TensorDescriptor,
+    Tiled,
+    launch_options,
+    power_of_two,
+)
 
 # Up to so many tokens hardly share an expert: each pair reads its own.
 ROW_TOKENS = 2
@@ -42,6 +50,11 @@ GATE_UP_FEW, DOWN_FEW = (32, 128, 2, 4), (64, 128, 4, 3)
 WIDE = 4096
 # float32 products on the ordinary units: all operands sit in registers
 EXACT = (32, 32, 4, 1)
+# A device may have sorted pairs multiplied by experts_tiled_kernels.py: TILED. PROGRAMS of a unit that share all tiles;
+# 0 = one for each tile.
+UNTILED = {"TILED": False, "SWAP": False, "AHEAD": 0, "PROGRAMS": 0}
+# Bytes that addresses and rows of a tensor are multiples of where its tiles are copied.
+ALIGNED = 16
 
 
 def tile_sizes(query: ExpertsQuery) -> tuple[int, ...]:
@@ -66,10 +79,21 @@ def most_tiles(query: ExpertsQuery, pairs: int, rows: int) -> int:
     return used + (pairs - used) // rows
 
 
+def can_tile(query: ExpertsQuery, runtime: DeviceRuntime) -> bool:
+    """Whether the device copies tiles by itself, and this release of Triton knows how to ask for it."""
+    rows = (query.hidden, query.intermediate)
+    return (
+        "tma" in runtime.info.features
+        and TensorDescriptor is not None
+        and not any(width * getattr(torch, query.dtype).itemsize % ALIGNED for width in rows)
+    )
+
+
 def product_options(
     kernel: str, query: ExpertsQuery, runtime: DeviceRuntime, rows: int, few: bool = False
 ) -> dict[str, Any]:
-    """Of "gate_up" and "down" with tiles of `rows` rows; `few`: pairs are not sorted."""
+    """Of "gate_up" and "down" with tiles of `rows` rows; `few`: pairs are not sorted. Only where tiles can be copied
+    the options that a device may change have "TILED" among them."""
     table, one = (GATE_UP, GATE_UP_FEW) if kernel == "gate_up" else (DOWN, DOWN_FEW)
     chosen = one if few else table[rows]
     columns, depth, warps, stages = EXACT if query.dtype == "float32" else chosen
@@ -77,9 +101,13 @@ def product_options(
     # float32 products are exact to float32, not rounded to what matrix units take
     options["PRECISION"] = "ieee" if query.dtype == "float32" else "tf32"
     options |= {"num_warps": warps, "num_stages": stages}
+    if not few and can_tile(query, runtime):
+        options |= UNTILED
     name = f"experts_{kernel}{'_few' if few else ''}"
     launch = launch_options(name, query, runtime, options, dependent=True)
     launch |= {"FEW": few, "PAIRS": power_of_two(FEW_TOKENS * query.top_k) if few else 1}
+    if launch.get("TILED"):
+        launch |= {"FLAT": launch["PROGRAMS"] > 0, "E": query.experts}
     if kernel == "gate_up":
         launch |= {"TOP_K": query.top_k, "KIND": query.activation}
     return launch | _even(query.hidden if kernel == "gate_up" else query.intermediate, launch)
@@ -125,6 +153,66 @@ def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     return {**chosen, "TOP_K": query.top_k, "K_PAD": k}
 
 
+@dataclass(slots=True)
+class Work:
+    """What both products look at. `tiles`: at most `most` of them. h [P, INTER], y [P, H]."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    order: torch.Tensor
+    tiles: torch.Tensor
+    most: int
+    h: torch.Tensor
+    y: torch.Tensor
+
+
+class Product:
+    """One of the two products with its launch options, for tiles of one height."""
+
+    def __init__(
+        self, name: str, query: ExpertsQuery, runtime: DeviceRuntime, rows: int, few: bool
+    ) -> None:
+        self.options = options = product_options(name, query, runtime, rows, few)
+        self._tiled, self._gate_up = options.get("TILED", False), name == "gate_up"
+        self._sizes = query.hidden, query.intermediate
+        plain, tiled = (
+            (gate_up_kernel, tiled_gate_up_kernel)
+            if self._gate_up
+            else (down_kernel, tiled_down_kernel)
+        )
+        self._launch = Launcher(tiled if self._tiled else plain, options)
+        self._blocks = triton.cdiv(self._sizes[self._gate_up], options["BLOCK_N"])
+        self._most = options.get("PROGRAMS", 0) * runtime.info.units or 1 << 30
+
+    def __call__(self, work: Work, w: torch.Tensor) -> None:
+        if self._tiled:
+            self._of_tiles(work, w)
+            return
+        grid = (self._blocks, work.most, 1)
+        sorted_pairs = (work.ids, work.order, work.tiles, work.ids.numel())
+        if self._gate_up:
+            x = work.x
+            self._launch(grid, x, w, work.h, *sorted_pairs, x.stride(0), *self._sizes)
+        else:
+            self._launch(grid, work.h, w, work.y, *sorted_pairs, *self._sizes)
+
+    def _of_tiles(self, work: Work, w: torch.Tensor) -> None:
+        grid = (min(self._most, self._blocks * work.most), 1, 1)
+        rows, columns, depth = (self.options[f"BLOCK_{name}"] for name in "MNK")
+        hidden, size = self._sizes
+        given: tuple[Any, ...]
+        if self._gate_up:
+            if self.options["SWAP"]:
+                weights = Tiled(w, 1, columns, depth)
+            else:
+                weights = Tiled(w.view(-1, 2, size, hidden), 1, 2, columns, depth)
+            given = (work.x, w, work.h, work.order, work.tiles, weights, work.x.stride(0))
+        else:
+            tiles = (Tiled(work.h, rows, depth), Tiled(w, 1, columns, depth))
+            given = (w, work.y, work.order, work.tiles, *tiles)
+        self._launch(grid, *given, hidden, size)
+
+
 class TritonExperts(ExpertsImpl):
     def __init__(self, query: ExpertsQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)
@@ -146,25 +234,21 @@ class TritonExperts(ExpertsImpl):
         self._sum = Launcher(sum_kernel, options)
         self._sum_blocks = triton.cdiv(query.hidden, options["BLOCK"])
 
-    def _made(self, rows: int, few: bool) -> tuple[Launcher, Launcher, int, int]:
-        """Both products for tiles of `rows` rows, and into how many programs they divide the features."""
-        query, runtime = self.query, self.runtime
-        gate_up = product_options("gate_up", query, runtime, rows, few)
-        down = product_options("down", query, runtime, rows, few)
-        blocks = triton.cdiv(query.intermediate, gate_up["BLOCK_N"])
-        return (
-            Launcher(gate_up_kernel, gate_up),
-            Launcher(down_kernel, down),
-            blocks,
-            triton.cdiv(query.hidden, down["BLOCK_N"]),
-        )
+    def _made(self, rows: int, few: bool) -> tuple[Product, Product]:
+        """Both products for tiles of `rows` rows."""
+        made = (self.query, self.runtime, rows, few)
+        return Product("gate_up", *made), Product("down", *made)
 
     def pack(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
-        packed = w13.to(self._dtype).contiguous(), w2.to(self._dtype).contiguous()
+        packed = tuple(self._laid(w.to(self._dtype).contiguous()) for w in (w13, w2))
         if not self._warm and self._sum.compiled:
             self._warm = True
             self._compile(packed)
         return packed
+
+    @staticmethod
+    def _laid(w: torch.Tensor) -> torch.Tensor:
+        return w.clone() if w.data_ptr() % ALIGNED else w
 
     def _compile(self, packed: Any) -> None:
         """Tiles of every height once, now: no step of a server should be the first to need one."""
@@ -213,29 +297,27 @@ class TritonExperts(ExpertsImpl):
     ) -> None:
         """`rows` of a tile; 0 = what fits the number of tokens."""
         (x, weights, ids), query = routed, self.query
-        tokens, hidden, size = x.shape[0], query.hidden, query.intermediate
+        tokens, hidden = x.shape[0], query.hidden
         pairs = tokens * query.top_k
-        few = tokens <= FEW_TOKENS and pairs <= FEW_PAIRS
-        if few:
+        if tokens <= FEW_TOKENS and pairs <= FEW_PAIRS:
             order, tiles, count = ids, ids, pairs
-            gate_up, down, *blocks = self._few
+            gate_up, down = self._few
         else:
             rows = rows or tile_rows(query, tokens)
             count = most_tiles(query, pairs, rows)
             order, tiles = self._sorted(ids, pairs, rows, count)
-            gate_up, down, *blocks = self._products[rows]
-        h = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
-        grid = (blocks[0], count, 1)
-        gate_up(grid, x, packed[0], h, ids, order, tiles, pairs, x.stride(0), hidden, size)
+            gate_up, down = self._products[rows]
+        h = torch.empty(pairs, query.intermediate, dtype=x.dtype, device=x.device)
         y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-        grid = (blocks[1], count, 1)
-        down(grid, h, packed[1], y, ids, order, tiles, pairs, hidden, size)
+        work = Work(x, ids, order, tiles, count, h, y)
+        gate_up(work, packed[0])
+        down(work, packed[1])
         self._sum((tokens, self._sum_blocks, 1), y, weights, out, hidden)
 
     def _sorted(
         self, ids: torch.Tensor, pairs: int, rows: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs in the order of their experts [P], and the tiles [count, 3]; int32."""
+        """Pairs in the order of their experts [P], and the tiles [1 + count, 3]; int32."""
         one = pairs <= ONE_CHUNK
         sort = self._sort[one]
         chunks = 1 if one else triton.cdiv(pairs, CHUNK)
@@ -244,8 +326,8 @@ class TritonExperts(ExpertsImpl):
             return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
         counts = integers(2, chunks, self._bins)
-        order, tiles = integers(pairs), integers(count, 3)
+        order, tiles = integers(pairs), integers(1 + count, 3)
         if not one:
             self._count((chunks, 1, 1), ids, counts, pairs)
-        sort((chunks, 1, 1), ids, counts, order, tiles, pairs, count, rows)
+        sort((chunks, 1, 1), ids, counts, order, tiles, pairs, rows)
         return order, tiles

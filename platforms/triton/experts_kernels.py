@@ -6,8 +6,9 @@ last two cases an expert's weights are read once for a tile. Nothing is read bac
 tiles that there can be.
 What changes from step to step is never a compile-time constant: a step must not wait for a compiler.
 
-h [P, INTER] and y [P, H] have a row for each pair. w13 is [E, 2 * INTER, H] (gate's rows, then up's), w2 [E, H, INTER].
-Sums are float32. The order of pairs within an expert is not fixed, and no result depends on it.
+h [P, INTER] and y [P, H] have a row for each pair; where pairs are sorted, those of h are in that order. w13 is
+[E, 2 * INTER, H] (gate's rows, then up's), w2 [E, H, INTER]. Sums are float32. The order of pairs within an expert is
+not fixed, and no result depends on it.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def count_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["P", "most_tiles", "block_m"])
+@triton.jit(do_not_specialize=["P", "block_m"])
 def sort_kernel(
-    ids, counts, order, tiles, P, most_tiles, block_m, ONE: tl.constexpr, E: tl.constexpr,
+    ids, counts, order, tiles, P, block_m, ONE: tl.constexpr, E: tl.constexpr,
     BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """order [P]: pairs by expert. tiles [most_tiles, 3]: expert, first place in `order`, and where its rows stop, at
-    most block_m further.
+    """order [P]: pairs by expert. tiles [1 + most_tiles, 3]: expert, first place in `order`, and where its rows stop,
+    at most block_m further; the first row says how many tiles there are, what is behind them is not written.
 
     A program places the pairs of a chunk: behind those of lower experts, and of its expert in earlier chunks. With
     ONE chunk it counts them itself; else its row of `counts` gives way to where the next pair of each expert goes,
@@ -82,22 +83,21 @@ def sort_kernel(
     number = (total + block_m - 1) // block_m
     tile_end = tl.cumsum(number, axis=0)
     tile_start = tile_end - number
-    # one tile of every expert that has so many, then those that nobody needs
+    if chunk == 0:
+        tl.store(tiles, tl.sum(number, axis=0))
+    # one tile of every expert that has so many
     for nth in range(chunk, tl.max(number, axis=0), chunks):
-        place = tiles + 3 * (tile_start + nth)
+        place = tiles + 3 + 3 * (tile_start + nth)
         first = start + nth * block_m
         tl.store(place, expert, mask=nth < number)
         tl.store(place + 1, first, mask=nth < number)
         tl.store(place + 2, tl.minimum(first + block_m, end), mask=nth < number)
-    for base in range(tl.sum(number, axis=0) + chunk * BINS, most_tiles, chunks * BINS):
-        place = tiles + 3 * (base + expert)
-        for part in tl.static_range(3):
-            tl.store(place + part, expert * 0, mask=base + expert < most_tiles)
 
 
 @triton.jit
 def _tile(ids, order, tiles, P, FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, its pairs [BLOCK_M], how many they are) of the program's tile; none when it has nothing to do."""
+    """(expert, its pairs [BLOCK_M], their rows of h, how many they are) of the program's tile; none when it has nothing
+    to do."""
     tile = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     if FEW:
@@ -109,12 +109,15 @@ def _tile(ids, order, tiles, P, FEW: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M:
         hit = same[None, :] & (rank[None, :] == row[:, None])
         pair = tl.sum(tl.where(hit, other[None, :], 0), axis=1)
         count = tl.where(earlier == 0, tl.sum(same.to(tl.int32), axis=0), 0)
+        place = pair
     else:
-        expert = tl.load(tiles + 3 * tile)
-        first = tl.load(tiles + 3 * tile + 1)
-        count = tl.load(tiles + 3 * tile + 2) - first
+        expert = tl.load(tiles + 3 + 3 * tile)
+        first = tl.load(tiles + 4 + 3 * tile)
+        end = tl.load(tiles + 5 + 3 * tile)
+        count = tl.where(tile < tl.load(tiles), end - first, 0)
         pair = tl.load(order + first + row, mask=row < count, other=0)
-    return expert, pair, count
+        place = first + row
+    return expert, pair, place, count
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -126,7 +129,7 @@ def gate_up_kernel(
     """h = act(x w1^T) * (x w3^T): BLOCK_N features of gate and the same of up for one tile."""
     let_next_start(PDL)
     after_previous(PDL)
-    expert, pair, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
+    expert, pair, held, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
     if count > 0:
         live = tl.arange(0, BLOCK_M) < count
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -149,7 +152,7 @@ def gate_up_kernel(
                 c = tl.load(ups + start, mask=inside[:, None], other=0.0)
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
             up = tl.dot(a, c, up, input_precision=PRECISION)
-        place = h + pair.to(tl.int64)[:, None] * INTER + n[None, :]
+        place = h + held.to(tl.int64)[:, None] * INTER + n[None, :]
         value = activate(gate, KIND) * up
         tl.store(place, value.to(h.dtype.element_ty), mask=live[:, None] & (n < INTER)[None, :])
 
@@ -163,12 +166,12 @@ def down_kernel(
     """y = h w2^T: BLOCK_N features for one tile."""
     let_next_start(PDL)
     after_previous(PDL)
-    expert, pair, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
+    expert, pair, held, count = _tile(ids, order, tiles, P, FEW, PAIRS, BLOCK_M)
     if count > 0:
         live = tl.arange(0, BLOCK_M) < count
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        rows = h + pair.to(tl.int64)[:, None] * INTER + k[None, :]
+        rows = h + held.to(tl.int64)[:, None] * INTER + k[None, :]
         feature = tl.minimum(n, H - 1).to(tl.int64)
         weights = w2 + expert.to(tl.int64) * H * INTER + feature[None, :] * INTER + k[:, None]
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -24,6 +24,11 @@ except (
 ):  # releases before 3.4: no device is given the launches that need them (features: "pdl")
     gdc_launch_dependents = gdc_wait = None
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # releases before 3.4: kernels that need them are not selected
+    TensorDescriptor = None
+
 
 @triton.jit
 def after_previous(PDL: tl.constexpr):
@@ -55,6 +60,22 @@ def launch_options(
         if pdl:
             chosen["launch_pdl"] = True
     return chosen
+
+
+class Tiled(TensorDescriptor or object):  # type: ignore[misc]
+    """A tensor of which a kernel copies blocks of one shape, zeros where they exceed it. Addresses and distances of
+    rows are multiples of 16 bytes: whoever packs the tensor sees to it, once. For a launcher those are equal whose
+    blocks are: where the tensor lies is said at every launch."""
+
+    def __init__(self, tensor: torch.Tensor, *block: int) -> None:
+        self.base, self.block_shape, self.padding = tensor, list(block), "zero"
+        self.shape, self.strides = list(tensor.shape), list(tensor.stride())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tiled) and self.block_shape == other.block_shape
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.block_shape))
 
 
 Grid = tuple[int, int, int]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -32,11 +34,15 @@ def main(group: str, dtype: str) -> int:
         runtime.kernel_options = lambda kernel, _query, _: few if kernel == "few_rows" else {}
     if group == "latent":  # heads are divided over programs where there are more
         mla.MOST_HEADS = 2
+    if group == "tiled experts":  # as on a device that copies tiles; this one would not choose to
+        runtime.info = dataclasses.replace(runtime.info, features=frozenset({"tma"}))
+        runtime.kernel_options = tiled
     groups = {
         "rows": queries.rows,
         "few rows": queries.few_rows,
         "experts": queries.experts,
         "sorted experts": queries.sorted_experts,
+        "tiled experts": queries.tiled_experts,
         "attention": queries.attentions,
         "latent": queries.latents,
         "sample": queries.samples,
@@ -55,6 +61,16 @@ def main(group: str, dtype: str) -> int:
                 wrong += 1
                 print(f"{op} {query} on {units} units: {result}")
     return 1 if wrong else 0
+
+
+def tiled(kernel: str, query: object, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Weights first for short tiles, and a program for every tile of some heights, but not of all."""
+    if "TILED" not in options:
+        return {}
+    rows = options["BLOCK_M"]
+    programs = {16: 2, 32: 0, 64: 1}.get(rows, 0)
+    chosen = {"TILED": True, "SWAP": rows < 64, "PROGRAMS": programs}
+    return {**chosen, "BLOCK_N": 32, "BLOCK_K": 64}
 
 
 def _make(registry: Registry, op: str, name: str, query: object, runtime: object) -> object:

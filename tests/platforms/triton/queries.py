@@ -117,6 +117,15 @@ def sorted_experts(dtype: str) -> list[Named]:
     return [("fused_experts", ExpertsQuery(12, 4, 32, 32, dtype, activation="gelu"))]
 
 
+def tiled_experts(dtype: str) -> list[Named]:
+    """Tokens of the cases fill tiles of several heights; sizes that no tile divides, and one without tiles."""
+    return [
+        *(("fused_experts", ExpertsQuery(count, 2, 80, 40, dtype)) for count in (24, 12, 5)),
+        ("fused_experts", ExpertsQuery(3, 3, 64, 40, dtype, activation="gelu")),
+        ("fused_experts", ExpertsQuery(4, 2, 36, 30, dtype)),
+    ]
+
+
 def wide_experts(dtype: str) -> list[Named]:
     """Shares of Mixtral 8x7B, Qwen1.5-MoE-A2.7B and Qwen3-30B-A3B."""
     return [
