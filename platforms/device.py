@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +109,11 @@ class DeviceRuntime(ABC):
 
     def enter_thread(self) -> None:
         """Called by every other thread that is to enqueue work, before it does: where each has a current device."""
+        return None
+
+    def compile_ahead(self, body: Callable[[], None]) -> None:
+        """Compile what `body` would launch, side by side, on devices whose kernels are compiled when they are first
+        launched. `body` is run at most once, and what it computes there is not to be used."""
         return None
 
     def read_bandwidth(self) -> float:

@@ -211,17 +211,26 @@ class Runner:
         spans = list(zip(asked.tolist(), counts.tolist(), strict=True))
         return spans, self._sampler.to_host(k, numbers)
 
+    def _all_kinds(self) -> None:
+        """Steps that launch every kernel which steps may launch: those depend on how many requests there are."""
+        most, chunk = self.limits.max_num_seqs, min(self.limits.max_num_batched_tokens, 32)
+        decodes = ([1] * min(1 << power, most) for power in range(most.bit_length() + 1))
+        mixed = ([1] * count + [chunk] for count in (0, 1, most - 1))
+        for at, num_new in enumerate((*decodes, *mixed)):
+            self._dummy(num_new, _FILTERED if at % 2 else _GREEDY)
+            self.rows.tokens.zero_()  # what was sampled may be no token
+
     def dummy_plan(self, num_new: Sequence[int], sampling: SamplingParams) -> StepPlan:
         """A plan like any other, but for the row that belongs to nobody and its dummy block."""
         row, count = self.rows.rows, len(num_new)
-        decode = all(new == 1 for new in num_new)
+        decodes = next((at for at, new in enumerate(num_new) if new != 1), count)
         return StepPlan(
             step_id=-1,
             rows=np.full(count, row, np.int32),
             num_computed=np.zeros(count, np.int32),
             num_new=np.asarray(num_new, np.int32),
             sample=np.ones(count, np.bool_),
-            num_decode=count if decode else 0,
+            num_decode=decodes,
             new_rows=[NewRow(row, "", b"\0\0\0\0", 1, sampling)],
             block_updates=np.zeros((0, 4), np.int32),
         )
@@ -249,6 +258,8 @@ class Runner:
             return torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device)
 
         self.init_kv(plan, reserve)
+        runtime.compile_ahead(self._all_kinds)
+        self.rows.tokens.zero_()
         runtime.synchronize()
         runtime.reset_peak_memory()
         base = runtime.peak_memory()

@@ -4,6 +4,7 @@ Contract: headrace.platforms.device."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -54,6 +55,13 @@ class TorchRuntime(DeviceRuntime):
 
     def enter_thread(self) -> None:
         self._module.set_device(self.device)
+
+    def compile_ahead(self, body: Callable[[], None]) -> None:
+        try:
+            from headrace.platforms.triton.ahead import compile_ahead
+        except ImportError:  # no Triton
+            return
+        compile_ahead(body)
 
     def use_stream(self, stream: Any) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self._module.stream(stream)

@@ -12,18 +12,19 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 
 from headrace.platforms.queries import LinearQuery  # noqa: E402
+from headrace.platforms.triton.ahead import compile_ahead  # noqa: E402
 from headrace.platforms.triton.launch import Launcher, Launchers, launch_options  # noqa: E402
 
 
 class Recorder(triton.JITFunction):
-    """A kernel whose launches are written down: ("jit" or "direct", grid, arguments)."""
+    """A kernel whose launches are written down: ("jit", "compiled" or "direct", grid, arguments)."""
 
     def __init__(self, fn: Any) -> None:
         super().__init__(fn)
         self.launches: list[tuple[Any, ...]] = []
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        self.launches.append(("jit", grid, args, kwargs))
+        self.launches.append(("compiled" if warmup else "jit", grid, args, kwargs))
 
         def direct(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
             self.launches.append(("direct", (x, y, z), rest[4:], (stream, function)))
@@ -91,6 +92,32 @@ def test_the_table_does_not_grow_without_end(recorder):
     for rows in range(50):
         launch(GRID, x, y, rows, 0.5)
     assert len(launch._known) <= 8
+
+
+def test_kernels_are_compiled_ahead_and_not_launched(recorder):
+    launch, known = Launcher(recorder, OPTIONS), Launcher(recorder, OPTIONS)
+    x, y = torch.zeros(32), torch.zeros(32)
+    for _ in range(3):
+        known(GRID, x, y, 5, 0.5)
+    recorder.launches.clear()
+    compile_ahead(lambda: [one(GRID, x, y, 5, 0.5) for one in (launch, known)])
+    assert [entry[0] for entry in recorder.launches] == ["compiled", "compiled"]
+    assert recorder.launches[0][1:] == (GRID, (x, y, 5, 0.5), OPTIONS)
+    recorder.launches.clear()
+    for one in (launch, known):
+        one(GRID, x, y, 5, 0.5)
+    assert [entry[0] for entry in recorder.launches] == ["jit", "direct"]
+
+
+def test_launches_go_on_after_a_failure_ahead(recorder):
+    def body():
+        raise ValueError("no such step")
+
+    with pytest.raises(ValueError, match="no such step"):
+        compile_ahead(body)
+    launch = Launcher(recorder, OPTIONS)
+    launch(GRID, torch.zeros(32), torch.zeros(32), 5, 0.5)
+    assert recorder.launches[-1][0] == "jit"
 
 
 def test_constants_of_sisters_are_left_out(recorder):

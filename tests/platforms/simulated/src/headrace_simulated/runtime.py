@@ -135,6 +135,9 @@ class SimRuntime(DeviceRuntime):
     def stream(self) -> SimStream:
         return SimStream()
 
+    def compile_ahead(self, body: Callable[[], None]) -> None:
+        body()
+
     @contextmanager
     def use_stream(self, stream: Any) -> Iterator[None]:  # type: ignore[override]
         if not isinstance(stream, SimStream):
