@@ -47,6 +47,12 @@ def step_tokens(device: DeviceInfo, large: int = 40) -> Default:
     )
 
 
+def mixed_chunk() -> Default:
+    """Tokens of prompts beside decodes, for accelerators."""
+    reason = "products are at full speed from about here, and running requests wait little"
+    return Default(1024, reason)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The few numbers of a model that a platform's defaults may depend on. Torch-free.

@@ -378,6 +378,16 @@ _SCHEDULING_FLAGS = (
         example="--max-num-batched-tokens 2k",
     ),
     Flag(
+        "--mixed-chunk-size",
+        "scheduler.mixed_chunk_size",
+        SCHEDULING,
+        "Prompt tokens in a step in which others decode: fewer keep their tokens coming. 0 = no limit.",
+        parse_size,
+        metavar="SIZE",
+        default="the platform's",
+        example="--mixed-chunk-size 512",
+    ),
+    Flag(
         "--scheduling-policy",
         "scheduler.policy",
         SCHEDULING,

@@ -257,7 +257,10 @@ class Scheduler:
             return None
         if len(self._waiting):
             self._displace()
-        budget = self._budget - self._grow_decodes()
+        decodes = self._grow_decodes()
+        budget = self._budget - decodes
+        if decodes:
+            budget = min(budget, self._settings.mixed_chunk_size or budget)
         budget = self._continue_prefills(budget)
         if len(self._waiting):
             self._admit(budget)

@@ -103,6 +103,32 @@ def test_decodes_come_first_then_chunks_fill_the_budget():
     assert plan.sample.tolist() == [True, True]
 
 
+def test_prompts_beside_decodes_have_a_limit_of_their_own():
+    bench = Bench(max_num_batched_tokens=16, mixed_chunk_size=6)
+    bench.add("a", 14, max_tokens=3)
+    bench.add("b", [50] * 12)
+    plan = bench.schedule()  # nobody decodes yet: prompts fill the step
+    assert plan.num_new.tolist() == [14, 2]
+    bench.answer(plan)
+    plan = bench.schedule()
+    assert plan.num_decode == 1 and plan.num_new.tolist() == [1, 6]
+    bench.answer(plan)
+    bench.add("c", [60] * 9)
+    plan = bench.schedule()  # two prompts share it
+    assert plan.num_new.tolist() == [1, 4, 2]
+    bench.answer(plan)
+    plan = bench.schedule()  # of "b" one more; "a" has ended
+    assert plan.num_decode == 1 and plan.num_new.tolist() == [1, 6]
+
+
+def test_a_limit_beside_decodes_above_the_steps_is_the_steps():
+    bench = Bench(max_num_batched_tokens=8, mixed_chunk_size=100)
+    bench.add("a", 3)
+    bench.step()
+    bench.add("b", [50] * 20)
+    assert bench.schedule().num_new.tolist() == [1, 7]
+
+
 def test_one_token_that_samples_counts_as_decode():
     bench = Bench()
     bench.add("a", 1)
