@@ -27,10 +27,7 @@ from headrace.engine.config.sizes import parse_size
 
 def _choice(*values: str, **synonyms: str) -> dict[str, Any]:
     """Keyword arguments of a row whose value is one of `values`; a synonym is another spelling of one."""
-    return {
-        "parser": parse.choice(values, synonyms),
-        "choices": values,
-    }
+    return {"parser": parse.choice(values, synonyms), "choices": values}
 
 
 _MODEL_FLAGS = (
