@@ -106,6 +106,7 @@ class Launcher:
         self._kernel, self._options = kernel, used
         self.compiled = isinstance(kernel, triton.JITFunction)  # else it is interpreted
         self._known: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._ahead: set[tuple[Any, ...]] = set()
         self._stream: Any = None
         self._tensors = 0
         self._by_size = False
@@ -143,15 +144,18 @@ class Launcher:
     def _first(self, key: tuple[Any, ...], grid: Grid, arguments: tuple[Any, ...]) -> None:
         """By Triton's own way, which compiles what it has not."""
         if Launcher.ahead:
-            self._kernel.warmup(*arguments, grid=grid, **self._options)
-            return
-        made = self._kernel[grid](*arguments, **self._options)
-        if (
-            not self._tensors
-        ):  # now it is known that this is a launch, and how its arguments are divided
+            if key not in self._ahead:
+                self._kernel.warmup(*arguments, grid=grid, **self._options)
+            made = None
+        else:
+            made = self._kernel[grid](*arguments, **self._options)
+        if not self._tensors:  # now it is known how the arguments are divided: no key was whole
             self._stream = triton.runtime.driver.active.get_current_stream
             self._by_size = triton.runtime.driver.active.get_current_target().backend == "hip"
             self._tensors = sum(isinstance(one, torch.Tensor) for one in arguments)
+            return
+        if made is None:
+            self._ahead.add(key)
             return
         if len(self._known) >= self.MOST_KNOWN:
             self._known.clear()

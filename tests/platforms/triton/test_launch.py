@@ -109,6 +109,15 @@ def test_kernels_are_compiled_ahead_and_not_launched(recorder):
     assert [entry[0] for entry in recorder.launches] == ["jit", "direct"]
 
 
+def test_a_kernel_is_not_compiled_ahead_again_and_again(recorder):
+    launch = Launcher(recorder, OPTIONS)
+    x, y = torch.zeros(32), torch.zeros(32)
+    compile_ahead(lambda: [launch(GRID, x, y, 5, 0.5) for _ in range(5)])
+    assert len(recorder.launches) == 2  # the first only told tensors from numbers
+    compile_ahead(lambda: launch(GRID, x, y, 16, 0.5))
+    assert len(recorder.launches) == 3
+
+
 def test_launches_go_on_after_a_failure_ahead(recorder):
     def body():
         raise ValueError("no such step")
