@@ -47,9 +47,9 @@ def step_tokens(device: DeviceInfo, large: int = 40) -> Default:
     )
 
 
-def mixed_chunk() -> Default:
-    """Tokens of prompts beside decodes, for accelerators."""
-    reason = "products are at full speed from about here, and running requests wait little"
+def mixed_tokens() -> Default:
+    """Tokens of a step that reads prompts beside decodes, for accelerators."""
+    reason = "products are at full speed here, and running requests wait little"
     return Default(1024, reason)
 
 

@@ -375,14 +375,14 @@ _SCHEDULING_FLAGS = (
         example="--max-num-batched-tokens 2k",
     ),
     Flag(
-        "--mixed-chunk-size",
-        "scheduler.mixed_chunk_size",
+        "--max-num-mixed-tokens",
+        "scheduler.max_num_mixed_tokens",
         SCHEDULING,
-        "Prompt tokens in a step in which others decode: fewer keep their tokens coming. 0 = no limit.",
+        "Tokens in a step that reads prompts beside decodes: fewer keep tokens coming. 0 = as above.",
         parse_size,
         metavar="SIZE",
         default="the platform's",
-        example="--mixed-chunk-size 512",
+        example="--max-num-mixed-tokens 512",
     ),
     Flag(
         "--scheduling-policy",

@@ -59,7 +59,9 @@ class CacheSettings(msgspec.Struct, frozen=True):
 class SchedulerSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256  # running requests
     max_num_batched_tokens: int = 0  # tokens a step (chunk size); 0 = the platform's default
-    mixed_chunk_size: int = 0  # of them from prompts while requests decode; 0 = no other limit
+    max_num_mixed_tokens: int = (
+        0  # the same where prompts are read beside decodes; 0 = no other limit
+    )
     policy: str = "fcfs"  # fcfs | priority
     overlap: bool = True
     max_waiting: int = 1024  # requests in the queue beyond the running ones; 0 = no limit

@@ -259,8 +259,9 @@ class Scheduler:
             self._displace()
         decodes = self._grow_decodes()
         budget = self._budget - decodes
-        if decodes:
-            budget = min(budget, self._settings.mixed_chunk_size or budget)
+        if decodes and (mixed := self._settings.max_num_mixed_tokens):
+            # many decodes leave prompts their share all the same
+            budget = min(budget, max(mixed - decodes, mixed // 4, 1))
         budget = self._continue_prefills(budget)
         if len(self._waiting):
             self._admit(budget)

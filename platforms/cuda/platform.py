@@ -13,7 +13,7 @@ from headrace.platforms.platform import (
     Platform,
     Problem,
     dtype_problems,
-    mixed_chunk,
+    mixed_tokens,
     step_tokens,
 )
 from headrace.platforms.queries import GroupQuery
@@ -84,7 +84,7 @@ class CudaPlatform(Platform):
             ),
             "cache.block_size": Default(32, "fine enough to share prefixes, long enough to read"),
             "scheduler.max_num_batched_tokens": step_tokens(device),
-            "scheduler.mixed_chunk_size": mixed_chunk(),
+            "scheduler.max_num_mixed_tokens": mixed_tokens(),
             "scheduler.max_num_seqs": Default(256, "decoding is bound by memory up to about here"),
         }
 

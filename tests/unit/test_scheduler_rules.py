@@ -103,8 +103,8 @@ def test_decodes_come_first_then_chunks_fill_the_budget():
     assert plan.sample.tolist() == [True, True]
 
 
-def test_prompts_beside_decodes_have_a_limit_of_their_own():
-    bench = Bench(max_num_batched_tokens=16, mixed_chunk_size=6)
+def test_steps_of_prompts_beside_decodes_have_a_limit_of_their_own():
+    bench = Bench(max_num_batched_tokens=16, max_num_mixed_tokens=7)
     bench.add("a", 14, max_tokens=3)
     bench.add("b", [50] * 12)
     plan = bench.schedule()  # nobody decodes yet: prompts fill the step
@@ -117,12 +117,21 @@ def test_prompts_beside_decodes_have_a_limit_of_their_own():
     plan = bench.schedule()  # two prompts share it
     assert plan.num_new.tolist() == [1, 4, 2]
     bench.answer(plan)
-    plan = bench.schedule()  # of "b" one more; "a" has ended
+    plan = bench.schedule()  # "a" has ended, "b" decodes
     assert plan.num_decode == 1 and plan.num_new.tolist() == [1, 6]
 
 
+def test_prompts_have_a_share_beside_many_decodes():
+    bench = Bench(max_num_batched_tokens=32, max_num_mixed_tokens=8, max_num_seqs=12)
+    for name in "abcdefgh":
+        bench.add(name, 2, max_tokens=20)
+    bench.step()
+    bench.add("long", [50] * 20)
+    assert bench.schedule().num_new.tolist() == [1] * 8 + [2]
+
+
 def test_a_limit_beside_decodes_above_the_steps_is_the_steps():
-    bench = Bench(max_num_batched_tokens=8, mixed_chunk_size=100)
+    bench = Bench(max_num_batched_tokens=8, max_num_mixed_tokens=100)
     bench.add("a", 3)
     bench.step()
     bench.add("b", [50] * 20)
