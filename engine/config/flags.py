@@ -378,7 +378,7 @@ _SCHEDULING_FLAGS = (
         "--max-num-mixed-tokens",
         "scheduler.max_num_mixed_tokens",
         SCHEDULING,
-        "Tokens in a step that reads prompts beside decodes: fewer keep tokens coming. 0 = as above.",
+        "Tokens in a step with prompts beside decodes: fewer keep tokens coming. 0 = no own limit.",
         parse_size,
         metavar="SIZE",
         default="the platform's",

@@ -59,9 +59,7 @@ class CacheSettings(msgspec.Struct, frozen=True):
 class SchedulerSettings(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256  # running requests
     max_num_batched_tokens: int = 0  # tokens a step (chunk size); 0 = the platform's default
-    max_num_mixed_tokens: int = (
-        0  # the same where prompts are read beside decodes; 0 = no other limit
-    )
+    max_num_mixed_tokens: int = 0  # a step with prompts beside decodes; 0 = no other limit
     policy: str = "fcfs"  # fcfs | priority
     overlap: bool = True
     max_waiting: int = 1024  # requests in the queue beyond the running ones; 0 = no limit
