@@ -155,7 +155,6 @@ class NativeLinear(LinearImpl):
         self._scheme = query.scheme or query.dtype
         self._format = FORMATS[self._scheme]
         self._out = getattr(torch, query.out_dtype or query.dtype)
-        self._quantized = self._scheme.startswith("Q")
 
     def pack(self, weight: Any, bias: torch.Tensor | None) -> Panels:
         rows, k = self.query.out_features, self.query.in_features
@@ -181,7 +180,7 @@ class NativeLinear(LinearImpl):
         # for sampled rows only, in decode steps too.
         prompt = int(kernels.tape is None and not self.query.out_dtype)
         scratch = 0
-        if self._quantized and rows > 4:
+        if rows > 4:
             size = kernels.library.hr_linear_scratch(self._format, rows, k)
             scratch = kernels.scratch("linear", size)
         bias = packed.bias.data_ptr() if packed.bias is not None else None

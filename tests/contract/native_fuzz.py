@@ -1,8 +1,8 @@
 """Fuzz the native library under sanitizers: python -m tests.contract.native_fuzz [--seconds 60] [--seed 1]
 
-Builds native_fuzz.cpp three times with the C++ compiler named by CXX (the strongest build that this CPU runs, and the
-portable one, under AddressSanitizer and UBSan; the pool under ThreadSanitizer), runs each and ends with the first that
-fails.
+Builds native_fuzz.cpp with the C++ compiler named by CXX (the strongest build that this CPU runs, the portable one, and
+where the CPU has all but tiles, amx_emulated with them in plain C++, under AddressSanitizer and UBSan; the pool under
+ThreadSanitizer), runs each and ends with the first that fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from headrace.platforms.cpu.builds import fitting
 from headrace.platforms.cpu.platform import CpuPlatform
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+LIBRARY = Path(__file__).parents[2] / "platforms/cpu/native/native.cpp"
 FLAGS = {  # as setup.py compiles them
     "amx": ["-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "amx_emulated": ["-march=cooperlake", "-include", str(SOURCE.with_name("tile_emulation.h"))],
     "avx512_bf16": ["-march=cooperlake"],
     "avx512": ["-march=cascadelake"],
     "avx2": ["-march=haswell"],
@@ -39,16 +41,20 @@ THREADS = ["-O1", "-fsanitize=thread"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60, help="of each of the three runs")
+    parser.add_argument("--seconds", type=float, default=60, help="of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--builds",
         default="",
-        help="comma-separated; default: the strongest that runs here, and portable",
+        help="comma-separated; default: the strongest that runs here, portable, and amx_emulated if it does",
     )
     options = parser.parse_args()
     known = fitting(CpuPlatform.probe()[0].features)
-    builds = options.builds.split(",") if options.builds else dict.fromkeys((known[0], "portable"))
+    default = [known[0], "portable"]
+    if known[0] == "avx512_bf16":  # all that the AMX build needs beside its tiles
+        known.append("amx_emulated")
+        default.append("amx_emulated")
+    builds = options.builds.split(",") if options.builds else dict.fromkeys(default)
     unknown = set(builds) - set(known)
     if unknown:
         parser.error(

@@ -231,15 +231,12 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
 #if HR_AMX
   if constexpr (sizeof(T) == 2) {
     if (k % 32 == 0) {
-      for (int64_t i = 0; i < n; i += 32) {
-        const bool two = i + 32 <= n;
-        if (rows > 16) {
-          if (two) mm_tiles<2, 2>(x, lda, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
-          else mm_tiles<2, 1>(x, lda, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
-        } else {
-          if (two) mm_tiles<1, 2>(x, lda, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
-          else mm_tiles<1, 1>(x, lda, b + i / 16 * panel, ldb, panel, k, c + i, ldc, accumulate);
-        }
+      const TileInput in{reinterpret_cast<const uint8_t*>(x), 2 * lda, 2 * lda * kTile, 64};
+      Ahead ahead;
+      for (int64_t i = 0; i < n; i += 2 * kTile) {
+        const TileOutput out{reinterpret_cast<uint8_t*>(c + i), 4 * ldc, 4 * ldc * kTile, 4 * kTile};
+        mm_tiles(rows, i + 2 * kTile <= n ? 2 : 1, in, {b + i / kTile * panel, ldb, panel, ldb * kTile}, k / 32, out,
+                 accumulate, ahead);
       }
       return;
     }

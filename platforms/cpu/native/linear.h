@@ -1,13 +1,15 @@
 // y = x w^T + bias for float, bf16 and block-quantized panels; one row, few rows and many rows are separate paths.
 #pragma once
+#include <algorithm>
+
 #include "abi.h"
+#include "amx.h"
 #include "matmul8.h"
 #include "pool.h"
 
 namespace hr {
 
 constexpr int kOwnRows = kFineRows;  // up to here every thread quantizes x for itself: cheaper than one more step
-constexpr int kRowBlock = 512;   // rows that share one dequantized panel
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
@@ -66,9 +68,15 @@ inline bool is_fine(const hr_linear& a) { return a.rows <= kFineRows && (HR_TILE
 // Rows of x lie in the scratch memory in sets of as many as a kernel takes, few rows in one smaller set.
 inline int set_rows(const hr_linear& a) { return is_fine(a) ? row_stride(a.rows) : kRows; }
 
-inline int64_t linear_scratch(int64_t rows, int64_t k) {
+inline int64_t linear_scratch(int format, int64_t rows, int64_t k) {
+  QuantType t{};
+  const bool quantized = quant_type(format, &t);
   const int64_t sets = (rows + kRows - 1) / kRows;
-  return sets * QuantRows::bytes(k, kRows);  // more than ByteRows takes
+  int64_t bytes = quantized ? sets * QuantRows::bytes(k, kRows) : 0;  // more than ByteRows takes
+#if HR_AMX
+  if (quantized || format == HR_W_BF16) bytes = std::max(bytes, PackedTiles::bytes(rows, k));
+#endif
+  return bytes;
 }
 
 // Blocks [first, last) of 32 inputs of all rows in one set.
@@ -244,51 +252,123 @@ inline void run_linear_pairs(const void* p, int chunk, int chunks, Scratch& scra
 #endif
 
 #if HR_AMX
-// Two panels against up to kRowBlock rows of x.
-inline void run_linear_tiles(const void* p, int chunk, int, Scratch& scratch) {
+inline bool takes_tiles(const hr_linear& a, bool quantized) {
+  return a.rows >= (quantized && !a.prompt ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 &&
+         (quantized || a.format == HR_W_BF16);
+}
+
+// A chunk is a run of pairs of tiles, depth by depth.
+inline void run_pack_tiles(const void* p, int chunk, int chunks, Scratch&) {
+  const hr_linear& a = *static_cast<const hr_linear*>(p);
+  const PackedTiles x{a.rows, a.k};
+  const int64_t all = x.pairs() * x.depths();
+  for (int64_t at = all * chunk / chunks; at < all * (chunk + 1) / chunks; ++at)
+    x.pack(static_cast<const bf16*>(a.x), a.x_stride, at / x.depths(), at % x.depths(), static_cast<uint8_t*>(a.scratch));
+}
+
+// 1 to 32 rows of y from tiles that lie one behind the other: [rows / 16][cols][16][16].
+inline void write_tiles(const hr_linear& a, const float* c, int64_t row, int64_t rows, int64_t panel, int cols) {
+  const bool plain = a.y_dtype == HR_BF16 && !a.bias && a.softcap <= 0.0f && (panel + 2) * kCols <= a.n && cols == 2;
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* from = c + i / kTile * cols * kTile * kTile + i % kTile * kTile;
+    if (plain) {
+      bf16* y = static_cast<bf16*>(a.y) + (row + i) * a.y_stride + panel * kCols;
+      _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + kTile * kTile), _mm512_loadu_ps(from)));
+      continue;
+    }
+    for (int j = 0; j < cols; ++j) write_row(a, from + j * kTile * kTile, row + i, panel + j);
+  }
+}
+
+// What a chunk of run_linear_tiles works on: pairs of panels [first, last) and a block of rows.
+struct TileTask {
+  int64_t row, rows, first, last, widest;
+  TileTask(const hr_linear& a, int chunk, int chunks) {
+    const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock, groups = chunks / blocks;
+    const int64_t pairs = (panels(a.n) + 1) / 2, group = chunk / blocks;  // those that share weights run together
+    row = chunk % blocks * kRowBlock;
+    rows = a.rows - row < kRowBlock ? a.rows - row : kRowBlock;
+    first = pairs * group / groups, last = pairs * (group + 1) / groups, widest = (pairs + groups - 1) / groups;
+  }
+};
+
+// Where two panels' inputs of one depth lie in memory.
+inline Ahead panels_at(const hr_linear& a, const QuantType* t, int64_t panel, int cols, int64_t first, int64_t count) {
+  Ahead ahead;
+  const int64_t bytes = panel_bytes(a.format, a.k);
+  for (int j = 0; j < cols; ++j) {
+    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + (panel + j) * bytes;
+    if (t) {
+      const PanelShape shape(*t, a.k);
+      ahead.at[j] = w + shape.data_at + first / 32 * shape.block_bytes;
+      ahead.end[j] = ahead.at[j] + count / 32 * shape.block_bytes;
+    } else {
+      ahead.at[j] = w + first * kCols * 2;
+      ahead.end[j] = ahead.at[j] + count * kCols * 2;
+    }
+  }
+  return ahead;
+}
+
+// Several pairs of panels against a block of rows. kDepth inputs of two panels are taken at a time, expanded if they are
+// quantized, and multiplied with all rows; the sums wait in memory for the next depth.
+inline void run_linear_tiles(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   const Tiles tiles;
-  const int64_t pairs = (panels(a.n) + 1) / 2, bytes = panel_bytes(a.format, a.k);
-  const int64_t block = chunk / pairs, first = chunk % pairs * 2;
-  const int64_t row0 = block * kRowBlock;
-  const int64_t rows = a.rows - row0 < kRowBlock ? a.rows - row0 : kRowBlock;
-  const int cols = first + 1 < panels(a.n) ? 2 : 1;
-  const int64_t wide = a.k * kCols * 2;  // bytes of a panel of bf16 pairs
-  QuantType t{};
-  const bool quantized = quant_type(a.format, &t);
-  // scratch: [2 dequantized panels][C 32 x 32][32 rows of A for the tail]
-  uint8_t* base = scratch.need(size_t(2 * wide + 32 * 32 * 4 + 32 * a.k * 2));
-  const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * bytes;
-  int64_t distance = bytes;
-  if (quantized) {
-    const PanelShape shape(t, a.k);
-    for (int i = 0; i < cols; ++i) dequant_panel(t, w + i * bytes, shape, base + i * wide);
-    w = base;
-    distance = wide;
+  QuantType type{};
+  const QuantType* t = quant_type(a.format, &type) ? &type : nullptr;
+  const TileTask task(a, chunk, chunks);
+  const PackedTiles x{a.rows, a.k};
+  const bool own = a.rows <= kOwnPack;
+  const int64_t bytes = panel_bytes(a.format, a.k), depths = x.depths(), width = task.last - task.first;
+  const int64_t row_pairs = (task.rows + 2 * kTile - 1) / (2 * kTile), sums = 4 * kTileBytes * row_pairs;
+  // All pairs of a depth, since x of that depth is near then; where rows are few, a pair's depths, as they lie.
+  const bool by_pair = row_pairs == 1;
+  // scratch: [x in tiles, if it is one's own][two panels expanded][sums of a pair, or of all]
+  const int64_t x_bytes = own ? PackedTiles::bytes(a.rows, a.k) : 0, wide = kDepth * kCols * 2;
+  uint8_t* base = scratch.need(size_t(x_bytes + 2 * wide + sums * (by_pair ? 1 : task.widest)));
+  uint8_t *expanded = base + x_bytes, *c = expanded + 2 * wide;
+  const uint8_t* packed = own ? base : static_cast<const uint8_t*>(a.scratch);
+  if (own && scratch.tag != scratch.step) {
+    for (int64_t i = 0; i < depths; ++i) x.pack(static_cast<const bf16*>(a.x), a.x_stride, 0, i, base);
+    scratch.tag = scratch.step;
   }
-  float* c = reinterpret_cast<float*>(base + 2 * wide);
-  bf16* tail = reinterpret_cast<bf16*>(base + 2 * wide + 32 * 32 * 4);
-  for (int64_t r = 0; r < rows; r += 32) {
-    const int64_t n = rows - r < 32 ? rows - r : 32;
-    const bf16* x = static_cast<const bf16*>(a.x) + (row0 + r) * a.x_stride;
-    int64_t lda = a.x_stride;
-    if (n < 32 && n != 16) {  // tiles read whole rows of 16: give them memory that is there
-      for (int64_t i = 0; i < n; ++i) std::memcpy(tail + i * a.k, x + i * lda, size_t(a.k) * 2);
-      const int64_t full = (n + 15) / 16 * 16;
-      std::memset(static_cast<void*>(tail + n * a.k), 0, size_t((full - n) * a.k) * 2);
-      x = tail;
-      lda = a.k;
+  const int64_t all = width * depths;
+  for (int64_t at = 0; at < all; ++at) {
+    const int64_t pair = by_pair ? at / depths : at % width, i = by_pair ? at % depths : at / width;
+    const int64_t panel = (task.first + pair) * 2, count = x.depth(i);
+    const int cols = panel + 1 < panels(a.n) ? 2 : 1;
+    Ahead ahead;
+    if (at + 1 < all) {
+      const int64_t next = by_pair ? (at + 1) / depths : (at + 1) % width, d = by_pair ? (at + 1) % depths : (at + 1) / width;
+      const int64_t from = (task.first + next) * 2;
+      ahead = panels_at(a, t, from, from + 1 < panels(a.n) ? 2 : 1, d * kDepth, x.depth(d));
+      ahead.lines = int((ahead.end[0] - ahead.at[0]) / 64 / (row_pairs * (count / 32)) + 1);
     }
-    if (n > 16) {
-      if (cols == 2) mm_tiles<2, 2>(x, lda, w, 64, distance, a.k, c, 32, false);
-      else mm_tiles<2, 1>(x, lda, w, 64, distance, a.k, c, 32, false);
-    } else {
-      if (cols == 2) mm_tiles<1, 2>(x, lda, w, 64, distance, a.k, c, 32, false);
-      else mm_tiles<1, 1>(x, lda, w, 64, distance, a.k, c, 32, false);
+    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * bytes;
+    TileInput b{w + i * wide, 64, bytes, kTileBytes};
+    if (t) {
+      const PanelShape shape(*t, a.k);
+      for (int j = 0; j < cols; ++j)
+        dequant_panel(*t, w + j * bytes, shape, i * kDepth / 32, (i * kDepth + count) / 32, expanded + j * wide);
+      b.at = expanded, b.tile = wide;
     }
-    for (int64_t i = 0; i < n; ++i)
-      for (int j = 0; j < cols; ++j) write_row(a, c + i * 32 + j * 16, row0 + r + i, first + j);
+    for (int64_t r = 0; r < row_pairs; ++r) {
+      const int64_t number = task.row / (2 * kTile) + r, live = std::min<int64_t>(task.rows - r * 2 * kTile, 2 * kTile);
+      const TileInput in{packed + x.at(number, i), 64, kTileBytes, x.count(number) / kTile * kTileBytes};
+      const TileOutput out{c + (by_pair ? 0 : pair) * sums + r * 4 * kTileBytes, 64, cols * kTileBytes, kTileBytes};
+      mm_tiles(live, cols, in, b, count / 32, out, i > 0, ahead);
+      if (i + 1 == depths) write_tiles(a, reinterpret_cast<float*>(out.at), task.row + r * 2 * kTile, live, panel, cols);
+    }
   }
+}
+
+// Chunks of run_linear_tiles: enough that threads end together, as wide as that lets them be, for each reads all of x.
+inline int64_t tile_chunks(const hr_linear& a, int threads) {
+  const int64_t pairs = (panels(a.n) + 1) / 2, blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+  if (a.rows <= kOwnPack) return threads == 1 ? 1 : std::min<int64_t>(pairs, threads * 6);
+  const int64_t most = (pairs + 1) / 2, fewest = (pairs + kTilePairs - 1) / kTilePairs;
+  return blocks * std::clamp<int64_t>((threads * 3 + blocks - 1) / blocks, fewest, std::max(most, fewest));
 }
 #endif
 
@@ -300,11 +380,14 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   QuantType t{};
   const bool quantized = quant_type(a.format, &t);
 #if HR_AMX
-  if (a.rows >= (quantized && !a.prompt ? kTileRowsQuantized : kTileRows) && a.x_dtype == HR_BF16 && a.k % 32 == 0 && (quantized || a.format == HR_W_BF16)) {
-    const int64_t chunks = (panels(a.n) + 1) / 2 * ((a.rows + kRowBlock - 1) / kRowBlock);
+  if (takes_tiles(a, quantized)) {
+    const int64_t chunks = tile_chunks(a, threads);
     if (chunks <= 65535) {
-      out[0] = {run_linear_tiles, &a, int(chunks)};
-      return 1;
+      int steps = 0;
+      const PackedTiles x{a.rows, a.k};
+      if (a.rows > kOwnPack) out[steps++] = {run_pack_tiles, &a, clamp_chunks(std::min<int64_t>(x.pairs() * x.depths(), threads))};
+      out[steps++] = {run_linear_tiles, &a, int(chunks)};
+      return steps;
     }
   }
 #endif

@@ -8,7 +8,7 @@
 #include "pool.h"
 #include "sample.h"
 
-#if HR_AMX && defined(__linux__)
+#if HR_AMX && !HR_TILE_EMULATION && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -245,7 +245,7 @@ const char* hr_isa(void) {
 }
 
 hr_pool* hr_pool_new(int32_t threads) {
-#if HR_AMX && defined(__linux__)
+#if HR_AMX && !HR_TILE_EMULATION && defined(__linux__)
   // The kernel hands out the tile registers' state on request, once for a process (arch_prctl 0x1023, feature 18).
   if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return nullptr;
 #endif
@@ -325,8 +325,7 @@ uint64_t hr_checksum(hr_pool* p, const void* data, int64_t bytes) {
 }
 
 int64_t hr_linear_scratch(int32_t format, int32_t rows, int32_t k) {
-  hr::QuantType t;
-  return hr::quant_type(format, &t) ? hr::linear_scratch(rows, k) : 0;
+  return hr::linear_scratch(format, rows, k);
 }
 
 int64_t hr_attention_scratch(const hr_attention* a) {

@@ -123,8 +123,11 @@ class Pool {
     set_active(threads() - fewer);
   }
 
-  // ticket: step number (32 bits) | chunks of that step (16) | next chunk (16)
-  static uint64_t make(uint32_t seq, int chunks) { return uint64_t(seq) << 32 | uint64_t(chunks) << 16; }
+  // ticket: step number (28 bits) | chunks of that step (16) | next chunk (20: threads that come late count on)
+  static constexpr uint32_t kSteps = (1u << 28) - 1;
+  static uint64_t make(uint32_t seq, int chunks) { return uint64_t(seq & kSteps) << 36 | uint64_t(chunks) << 20; }
+  static int next_of(uint64_t ticket) { return int(ticket & 0xfffff); }
+  static int chunks_of(uint64_t ticket) { return int(ticket >> 20 & 0xffff); }
 
   void go(const Step* steps, int n) {
     if (n <= 0) return;
@@ -133,7 +136,8 @@ class Pool {
     base_ = seq_;
     seq_ += uint32_t(n);
     done_.store(0, std::memory_order_relaxed);
-    const uint32_t last = seq_ - 1;
+    total_steps_ += uint64_t(n);
+    const uint32_t last = (seq_ - 1) & kSteps;
     running_.store(true, std::memory_order_relaxed);
     ticket_.store(make(base_, steps[0].chunks), std::memory_order_seq_cst);
     if (steps[0].chunks > 1) wake();
@@ -163,21 +167,21 @@ class Pool {
   }
 
   bool has_work() const {
-    uint64_t t = ticket_.load(std::memory_order_seq_cst);
-    return (t & 0xffff) < (t >> 16 & 0xffff);
+    const uint64_t t = ticket_.load(std::memory_order_seq_cst);
+    return next_of(t) < chunks_of(t);
   }
 
-  // One chunk of the current step, if there is one. After the exchange succeeds the step cannot end before this
-  // chunk does, so steps_ and base_ are stable.
+  // One chunk of the current step, if there is one. Claims are one addition, which no other claim makes fail. From then
+  // on the step cannot end before this chunk does, so steps_ and base_ are stable.
   bool claim(Scratch& scratch) {
     uint64_t t = ticket_.load(std::memory_order_acquire);
-    if ((t & 0xffff) >= (t >> 16 & 0xffff)) return false;
-    if (!ticket_.compare_exchange_strong(t, t + 1, std::memory_order_acq_rel)) return true;
-    const uint32_t seq = uint32_t(t >> 32);
-    const int chunk = int(t & 0xffff), chunks = int(t >> 16 & 0xffff);
-    const uint32_t index = seq - base_;
+    if (next_of(t) >= chunks_of(t)) return false;
+    t = ticket_.fetch_add(1, std::memory_order_acq_rel);
+    const int chunk = next_of(t), chunks = chunks_of(t);
+    if (chunk >= chunks) return false;
+    const uint32_t seq = uint32_t(t >> 36), index = (seq - base_) & kSteps;
     const Step& step = steps_[index];
-    scratch.step = seq;
+    scratch.step = total_steps_ - uint64_t(count_) + index;
     step.run(step.args, chunk, chunks, scratch);
     if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) {
       if (int(index) + 1 < count_) {
@@ -194,13 +198,14 @@ class Pool {
 
   void work(int index) {
     int spins = 0;
-    while (!stop_.load(std::memory_order_relaxed)) {
+    for (;;) {
+      const uint32_t seen = wake_.load(std::memory_order_seq_cst);  // before `stop_`: a wake-up in between is not slept through
+      if (stop_.load(std::memory_order_seq_cst)) return;
       const int active = active_.load(std::memory_order_seq_cst);
       if (index >= active) {
         active_.wait(active);
         continue;
       }
-      const uint32_t seen = wake_.load(std::memory_order_seq_cst);
       if (claim(scratch_[index])) {
         spins = 0;
         continue;
@@ -241,6 +246,7 @@ class Pool {
   const Step* steps_ = nullptr;
   int count_ = 0;
   uint32_t base_ = 0, seq_ = 0;
+  uint64_t total_steps_ = 0;  // never the same number twice, unlike seq_
   std::vector<Scratch> scratch_;
   std::vector<std::thread> workers_;
 };
