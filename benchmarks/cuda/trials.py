@@ -32,7 +32,7 @@ from headrace.platforms.triton.linear import TritonLinear
 
 FEW = (*PRODUCT, "SPLITS")
 COPIES_LAYERS = 6
-SHOWN = (4, 40)  # results of a load that are printed
+SHOWN = {"tiled": 40, "parts": 40}  # results of a load that are printed, where they are more than four
 # in, out of products; the rows of x to try
 PRODUCTS = {
     "8B qkv": (4096, 6144, (16, 32, 64, 128)),
@@ -349,7 +349,7 @@ def main() -> None:
             found.append(row)
             best = "; ".join(
                 f"{label} {took:.1f}{' ' + wrong if wrong else ''}"
-                for took, label, wrong in row["best"][: SHOWN[row["section"] == "tiled"]]
+                for took, label, wrong in row["best"][: SHOWN.get(row["section"], 4)]
             )
             limit = f"/{row['limit']:.1f}" if "limit" in row else ""
             print(f"{row['section']} {row['load']}: {row['us']:.1f}{limit} | {best}", flush=True)

@@ -191,6 +191,7 @@ WHOLLY = {128: 16, 256: 32, 512: 64, 8192: 128}
 BOTH = ((32, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (1024, 128), (2048, 64), (2048, 128),
         (4096, 128))  # fmt: skip
 PARTS = ("sort", "gate_up", "down", "sum")
+SORT = options(("BLOCK", "num_warps"), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
 
 
 def tiled_trials() -> Iterator[Trial]:
@@ -219,14 +220,16 @@ def tiled_trials() -> Iterator[Trial]:
 def parts_trials() -> Iterator[Trial]:
     for tokens, part in product((128, 256, 2048, 8192), PARTS):
         yield Trial("parts", (tokens, part))
+        if part == "sort":
+            yield from (Trial("parts", (tokens, part), {"experts_sort": one}) for one in SORT)
 
 
 def parts_calls(runtime: Any, trial: Trial, copies: int) -> list[Call]:
-    """One kernel of a layer, with the options in use."""
+    """One kernel of a layer."""
     (shape,) = EXPERTS.values()
     tokens, part = trial.load
     query = ExpertsQuery(*shape, "bfloat16")
-    op = TritonExperts(query, runtime)
+    op = TritonExperts(query, Changed(runtime, trial.changes))
     x, chosen = experts_inputs(tokens)
     rows, pairs = tile_rows(query, tokens), tokens * shape[1]
     most = most_tiles(query, pairs, rows)

@@ -20,6 +20,8 @@ from headrace.platforms.triton.activations import activate
 from headrace.platforms.triton.launch import after_previous, let_next_start
 from headrace.platforms.triton.linear_kernels import columns
 
+AT_ONCE = tl.constexpr(8)  # chunks whose counts are read together
+
 
 @triton.jit
 def _counted(ids, start, P, E: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -65,10 +67,11 @@ def sort_kernel(
         total = _counted(ids, 0, P, E, BINS, CHUNK, BLOCK)
     else:
         total = tl.zeros([BINS], tl.int32)
-        for other in range(chunks):
-            count = tl.load(counts + other * BINS + expert)
-            total += count
-            before += tl.where(other < chunk, count, 0)
+        for base in range(0, chunks, AT_ONCE):
+            other = base + tl.arange(0, AT_ONCE)[:, None]
+            count = tl.load(counts + other * BINS + expert[None, :], mask=other < chunks, other=0)
+            total += tl.sum(count, axis=0)
+            before += tl.sum(tl.where(other < chunk, count, 0), axis=0)
     total = tl.where(expert < E, total, 0)
     end = tl.cumsum(total, axis=0)
     start = end - total

@@ -5,6 +5,9 @@ A program takes the tiles num_programs apart. With FLAT the loops over tiles and
 first weights of a tile are on their way while the one before it is stored; else a program is launched for each tile.
 SWAP: weights are the first operand. Then the dimension of which matrix units want 64 is features, and 16 tokens do not
 leave three quarters of them idle. Without it gate and up are one operand of twice the columns.
+AHEAD: bytes of each row of a program's first tile of weights to ask for before the kernel in front has ended, as if
+each expert had one tile. Programs that fill a unit's memory leave it to those of the next kernel one by one, so the
+first weights of down are on their way while the last programs of gate and up still run.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ def tiled_gate_up_kernel(
 ):  # fmt: skip
     """h = act(x w1^T) * (x w3^T) in the order of `order`. w: the memory that w13 describes, in tiles of
     [1, 2, BLOCK_N, BLOCK_K] of [E, 2, INTER, H]; with SWAP in tiles of [1, BLOCK_N, BLOCK_K] of [E, 2 * INTER, H].
-    AHEAD: bytes of each row of the first tile to ask for before the sort has ended, as if each expert had one tile.
     """
+    let_next_start(PDL)
     row = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     f = tl.arange(0, BLOCK_N)
@@ -82,7 +85,6 @@ def tiled_gate_up_kernel(
         place = h + (first + row).to(tl.int64)[:, None] * INTER + (column + f)[None, :]
         real = live[:, None] & (column + f < INTER)[None, :]
         tl.store(place, value.to(h.dtype.element_ty), mask=real)
-    let_next_start(PDL)
 
 
 @triton.jit
@@ -93,6 +95,7 @@ def tiled_down_kernel(
 ):  # fmt: skip
     """y = h w2^T, a row for each pair. h in tiles of [BLOCK_M, BLOCK_K] of [P, INTER], w2 in tiles of
     [1, BLOCK_N, BLOCK_K] of [E, H, INTER], which is w."""
+    let_next_start(PDL)
     row = tl.arange(0, BLOCK_M)
     f = tl.arange(0, BLOCK_N)
     blocks = tl.cdiv(H, BLOCK_N)
@@ -126,4 +129,3 @@ def tiled_down_kernel(
         place = y + pair.to(tl.int64)[:, None] * H + (column + f)[None, :]
         real = live[:, None] & (column + f < H)[None, :]
         tl.store(place, value.to(y.dtype.element_ty), mask=real)
-    let_next_start(PDL)
