@@ -32,7 +32,8 @@ from headrace.platforms.triton.linear import TritonLinear
 
 FEW = (*PRODUCT, "SPLITS")
 COPIES_LAYERS = 6
-SHOWN = {"tiled": 40, "parts": 40}  # results of a load that are printed, where they are more than four
+# Results of a load that are printed, where they are more than four.
+SHOWN = {"tiled": 40, "parts": 40}
 # in, out of products; the rows of x to try
 PRODUCTS = {
     "8B qkv": (4096, 6144, (16, 32, 64, 128)),
