@@ -262,34 +262,156 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
   }
 }
 
-struct PrefillState {  // views into a thread's scratch
+#if defined(HR_BF16_DOTS) && !HR_AMX
+#define HR_TILE_ROWS 1
+// The sums have names, for GCC keeps an array of them in memory around the loop.
+#define HR_ALL(M)                                                                                 \
+  M(0, 0) M(0, 1) M(0, 2) M(0, 3) M(1, 0) M(1, 1) M(1, 2) M(1, 3) M(2, 0) M(2, 1) M(2, 2) M(2, 3) \
+  M(3, 0) M(3, 1) M(3, 2) M(3, 3) M(4, 0) M(4, 1) M(4, 2) M(4, 3) M(5, 0) M(5, 1) M(5, 2) M(5, 3)
+#define HR_ZERO(r, j) __m512 c##r##j = _mm512_setzero_ps();
+#define HR_LOAD(r, j) __m512 c##r##j = R > r && P > j ? _mm512_loadu_ps(c + r * ldc + j * kCols) : _mm512_setzero_ps();
+#define HR_STORE(r, j) \
+  if constexpr (R > r && P > j) _mm512_storeu_ps(c + r * ldc + j * kCols, c##r##j);
+#define HR_DOT(r, j) \
+  if constexpr (P > j) c##r##j = _mm512_dpbf16_ps(c##r##j, w##j, x);
+#define HR_ROW(r, place, row)                                       \
+  if constexpr (R > r) {                                            \
+    __m512bh x;                                                     \
+    asm("vpbroadcastd " place ", %0" : "=v"(x) : "r"(row), "r"(l)); \
+    HR_DOT(r, 0) HR_DOT(r, 1) HR_DOT(r, 2) HR_DOT(r, 3)             \
+  }
+#define HR_STEP(b0, b1, b2, b3)                                                                                        \
+  const __m512bh w0 = (__m512bh)_mm512_loadu_si512(b0), w1 = P > 1 ? (__m512bh)_mm512_loadu_si512(b1) : w0;            \
+  const __m512bh w2 = P > 2 ? (__m512bh)_mm512_loadu_si512(b2) : w0, w3 = P > 3 ? (__m512bh)_mm512_loadu_si512(b3) : w0; \
+  HR_ROW(0, "(%1)", row0)                                                                                              \
+  HR_ROW(1, "(%1,%2)", row0)                                                                                           \
+  HR_ROW(2, "(%1,%2,2)", row0)                                                                                         \
+  HR_ROW(3, "(%1)", row3)                                                                                              \
+  HR_ROW(4, "(%1,%2)", row3)                                                                                           \
+  HR_ROW(5, "(%1,%2,2)", row3)                                                                                         \
+  row0 += 4, row3 += 4;
+
+// Scores [R][16 P] (kKeyTile floats a row) of queries x keys: panels of 16 keys that lie anywhere. See block_pairs.
+template <int R, int P>
+inline void score_rows(const bf16* q, const uint8_t* const* keys, int64_t ldb, int64_t d, float* c) {
+  constexpr int64_t ldc = kKeyTile;
+  HR_ALL(HR_ZERO)
+  asm volatile("" : "+r"(q) : : "memory");
+  const int64_t l = 2 * d;
+  const char *row0 = reinterpret_cast<const char*>(q), *row3 = row0 + 3 * l;
+  const uint8_t *k0 = keys[0], *k1 = keys[P > 1 ? 1 : 0], *k2 = keys[P > 2 ? 2 : 0], *k3 = keys[P > 3 ? 3 : 0];
+  for (int64_t at = 0; at < d / 2 * ldb; at += ldb) {
+    HR_STEP(k0 + at, k1 + at, k2 + at, k3 + at)
+  }
+  asm volatile("" : "+v"(c00) : : "memory");
+  HR_ALL(HR_STORE)
+}
+
+struct Values {  // of one tile: pieces of a number of tokens, the same but for the last one
+  const uint8_t* data[kKeyTile / kCols];
+  int64_t tokens[kKeyTile / kCols];
+  int pieces = 0;
+};
+
+// C[R][16 P] (ldc floats a row) += probabilities (kKeyTile a row) x values, from a column on.
+template <int R, int P>
+inline void value_rows(const bf16* prob, const Values& v, int64_t column, int64_t ldc, float* c) {
+  HR_ALL(HR_LOAD)
+  asm volatile("" : "+r"(prob) : : "memory");
+  const int64_t l = 2 * kKeyTile;
+  const char *row0 = reinterpret_cast<const char*>(prob), *row3 = row0 + 3 * l;
+  for (int i = 0; i < v.pieces; ++i) {
+    const uint8_t* b = v.data[i] + column * 4;
+    for (int64_t pairs = v.tokens[i] / 2; pairs > 0; --pairs, b += ldc * 4) {
+      HR_STEP(b, b + 64, b + 128, b + 192)
+    }
+  }
+  asm volatile("" : "+v"(c00) : : "memory");
+  HR_ALL(HR_STORE)
+}
+#undef HR_ALL
+#undef HR_ZERO
+#undef HR_LOAD
+#undef HR_STORE
+#undef HR_DOT
+#undef HR_STEP
+#undef HR_ROW
+
+template <int R>
+inline void score_rows(const bf16* q, const uint8_t* const* keys, int panels, int64_t ldb, int64_t d, float* c) {
+  if (panels == 4) score_rows<R, 4>(q, keys, ldb, d, c);
+  else if (panels == 3) score_rows<R, 3>(q, keys, ldb, d, c);
+  else if (panels == 2) score_rows<R, 2>(q, keys, ldb, d, c);
+  else score_rows<R, 1>(q, keys, ldb, d, c);
+}
+
+template <int R>
+inline void value_rows(const bf16* prob, const Values& v, int64_t d, float* c) {
+  int64_t i = 0;
+  for (; i + 4 * kCols <= d; i += 4 * kCols) value_rows<R, 4>(prob, v, i, d, c + i);
+  if (d - i == 3 * kCols) value_rows<R, 3>(prob, v, i, d, c + i);
+  else if (d - i == 2 * kCols) value_rows<R, 2>(prob, v, i, d, c + i);
+  else if (d - i == kCols) value_rows<R, 1>(prob, v, i, d, c + i);
+}
+
+// f<R>(first row) for sets of up to kBlockRows rows
+template <class F>
+inline void row_sets(int rows, F f) {
+  int r = 0;
+  for (; r + kBlockRows <= rows; r += kBlockRows) f.template operator()<kBlockRows>(r);
+  switch (rows - r) {
+    case 1: return f.template operator()<1>(r);
+    case 2: return f.template operator()<2>(r);
+    case 3: return f.template operator()<3>(r);
+    case 4: return f.template operator()<4>(r);
+    case 5: return f.template operator()<5>(r);
+    default: return;
+  }
+}
+#else
+#define HR_TILE_ROWS 0
+#endif
+
+struct PrefillState {  // views into a thread's scratch; of each row: scores, weighted values, maximum, sums of W lanes
   float *scores, *acc, *m, *l;
 };
 
-// Softmax of a row of W * N scores, of which those in [from, to) count: adds to the row's sum and maximum, leaves
-// probabilities in `out`, times `vs` if given, and returns what the sums so far are to be multiplied with.
+constexpr float kLog2e = 1.44269504088896341f;
+// How far scores may grow beyond the maximum that a row is measured against, before it is measured anew: what was summed
+// is then multiplied, and powers of two up to 2^8 are as exact in bf16 as those below one.
+constexpr float kGrowth = 8.0f;
+
+// Softmax of a row of W * N scores, of which those in [from, to) count; scores are times log2(e), and so powers of two.
+// Adds to the row's sums, leaves probabilities in `out`, times `vs` if given, and returns what the values so far are to
+// be multiplied with.
 template <int N, class T>
 inline float row_softmax(const hr_attention& a, const float* s, T* out, int from, int to, float* m, float* l,
                          const float* ks, const float* vs) {
   const bool part = from > 0 || to < N * W;
-  vf v[N], tops = set1(kMinus), total = zero();
+  vf v[N], tops = set1(kMinus);
   for (int j = 0; j < N; ++j) {
     v[j] = mul(load(s + j * W), load(ks + j * W));
-    if (a.softcap > 0.0f) v[j] = mul(vtanh(mul(v[j], set1(1.0f / a.softcap))), set1(a.softcap));
+    if (a.softcap > 0.0f) v[j] = mul(vtanh(mul(v[j], set1(1.0f / a.softcap))), set1(a.softcap * kLog2e));
     // what lies beyond may be NaN: memory there holds anything
     if (part) v[j] = within(v[j], from - j * W, to - j * W, kMinus);
     tops = vmax(tops, v[j]);
   }
-  const float top = std::max(*m, hmax(tops));
-  const float shrink = *m == top ? 1.0f : *m == kMinus ? 0.0f : std::exp(*m - top);
+  float shrink = 1.0f;
+  vf total = load(l);
+  if (any_above(tops, *m + kGrowth)) {
+    const float top = hmax(tops);
+    float powers[W];
+    store(powers, vexp2<false>(set1(*m - top)));
+    shrink = powers[0];
+    total = mul(total, set1(shrink));
+    *m = top;
+  }
   for (int j = 0; j < N; ++j) {
-    vf e = vexp(sub(v[j], set1(top)));
-    if (part) e = within(e, from - j * W, to - j * W, 0.0f);  // vexp(-inf) is tiny, not zero
+    const vf e = vexp2<sizeof(T) == 2>(sub(v[j], set1(*m)));
     total = add(total, e);
     store(out + j * W, vs ? mul(e, load(vs + j * W)) : e);
   }
-  *l = *l * shrink + sum(total);
-  *m = top;
+  store(l, total);
   return shrink;
 }
 
@@ -310,7 +432,7 @@ inline void tile_softmax(const hr_attention& a, PrefillState st, T* prob, int ro
       std::memset(static_cast<void*>(out), 0, sizeof(T) * size_t(width));
       continue;
     }
-    float shrink, *m = st.m + r, *l = st.l + r;
+    float shrink, *m = st.m + r, *l = st.l + r * W;
     if (width == 4 * kCols) shrink = row_softmax<4 * N>(a, s, out, from, to, m, l, ks, vs);
     else if (width == 3 * kCols) shrink = row_softmax<3 * N>(a, s, out, from, to, m, l, ks, vs);
     else if (width == 2 * kCols) shrink = row_softmax<2 * N>(a, s, out, from, to, m, l, ks, vs);
@@ -331,7 +453,7 @@ inline int64_t key_step(int64_t block_size) {
 // may hold anything, NaN included, and zero times NaN is NaN. buffer: step * d.
 template <class C>
 inline int64_t clean_tail(Tile* v, C* buffer, int64_t live, int64_t step, int64_t d) {
-  const int64_t padded = step % 32 == 0 ? (live + 31) / 32 * 32 : (live + 1) / 2 * 2;
+  const int64_t padded = step % 32 == 0 && !HR_TILE_ROWS ? (live + 31) / 32 * 32 : (live + 1) / 2 * 2;
   if (padded == live) return live;
   const C* from = reinterpret_cast<const C*>(v->data);
   const int64_t whole = live / 2 * 2 * d, written = (live + 1) / 2 * 2 * d;
@@ -354,7 +476,9 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
 #endif
   const Cache<S, C> cache(a);
   constexpr bool kPairs = sizeof(C) == 2;
-  const int group = a.q_heads / a.kv_heads, head = chunk % a.kv_heads, task = chunk / a.kv_heads;
+  const int group = a.q_heads / a.kv_heads, head = chunk / a.prefill_tasks;
+  // Head by head, so that keys and values of one stay near; the longest tasks first, so that threads end together.
+  const int task = a.prefill_tasks - 1 - chunk % a.prefill_tasks;
   const int req = a.prefill_list[2 * task], first = a.prefill_list[2 * task + 1];
   const int64_t d = a.head_dim, s = cache.s, start = a.query_start_loc[req];
   const int64_t queries = a.query_start_loc[req + 1] - start, length = a.seq_lens[req];
@@ -366,7 +490,7 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   const size_t q_bytes = sizeof(C) * size_t(kQueryRows * d), p_bytes = sizeof(C) * kQueryRows * kKeyTile;
   const size_t tile_bytes = sizeof(C) * size_t(d) * kKeyTile;
   uint8_t* base = scratch.need(q_bytes + p_bytes + 2 * tile_bytes +
-                               4 * size_t(kQueryRows * (kKeyTile + d + 2)));
+                               4 * size_t(kQueryRows * (kKeyTile + d + 1 + W)));
   C* q = reinterpret_cast<C*>(base);
   C* prob = reinterpret_cast<C*>(base + q_bytes);
   C* key_tile = reinterpret_cast<C*>(base + q_bytes + p_bytes);
@@ -381,31 +505,63 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
   std::memset(static_cast<void*>(q + rows * d), 0, sizeof(C) * size_t((kQueryRows - rows) * d));
   std::memset(static_cast<void*>(prob), 0, p_bytes);
   std::memset(st.acc, 0, 4 * size_t(kQueryRows * d));
-  for (int r = 0; r < kQueryRows; ++r) st.m[r] = kMinus, st.l[r] = 0.0f;
+  std::memset(st.l, 0, 4 * size_t(kQueryRows * W));
+  for (int r = 0; r < kQueryRows; ++r) st.m[r] = kMinus;
   const int64_t end = last0 + tokens;  // keys any of these queries sees
   const int64_t begin = a.window > 0 ? std::max<int64_t>(last0 + 1 - a.window, 0) : 0;
   // A tile of keys is one piece or several, each within a block.
   const int64_t step = key_step(s), span = kKeyTile / step * step;
   alignas(64) float ks[kKeyTile], vs[kKeyTile];
+  const float scale = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;
   for (int64_t t = begin / step * step; t < end; t += span) {
     const int64_t keys = std::min<int64_t>(span, end - t), pieces = (keys + step - 1) / step;
-    for (int64_t i = 0; i < pieces; ++i) {
+    int64_t width = pieces * step;
+    auto key_piece = [&](int64_t i, C* buffer) {
       const int64_t block = table[(t + i * step) / s], in = (t + i * step) % s;
-      const Tile k = cache.keys(block, head, in, step, key_tile);
-      cache.scales(block, head, in, std::min<int64_t>(step, keys - i * step), step, a.scale, ks + i * step, vs + i * step);
+      cache.scales(block, head, in, std::min<int64_t>(step, keys - i * step), step, scale, ks + i * step, vs + i * step);
+      return cache.keys(block, head, in, step, buffer);
+    };
+    auto value_piece = [&](int64_t i, C* buffer, int64_t* used) {
+      const int64_t live = std::min<int64_t>(step, keys - i * step);
+      Tile v = cache.values(table[(t + i * step) / s], head, (t + i * step) % s, live, buffer);
+      *used = kPairs ? clean_tail(&v, buffer, live, step, d) : live;
+      return v;
+    };
+    if constexpr (kPairs && HR_TILE_ROWS) {
+#if HR_TILE_ROWS
+      const uint8_t* panels[kKeyTile / kCols];
+      int64_t ldb = 0;
+      for (int64_t i = 0; i < pieces; ++i) {
+        const Tile k = key_piece(i, key_tile + i * step * d);
+        for (int64_t j = 0; j < step / kCols; ++j) panels[i * (step / kCols) + j] = k.data + j * 64;
+        ldb = k.ldb;
+      }
+      width = (keys + kCols - 1) / kCols * kCols;
+      row_sets(rows, [&]<int R>(int r) {
+        score_rows<R>(q + r * d, panels, int(width / kCols), ldb, d, st.scores + r * kKeyTile);
+      });
+      tile_softmax(a, st, prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
+      Values v;
+      for (; v.pieces < pieces; ++v.pieces)
+        v.data[v.pieces] = value_piece(v.pieces, value_tile + v.pieces * step * d, v.tokens + v.pieces).data;
+      row_sets(rows, [&]<int R>(int r) { value_rows<R>(prob + r * kKeyTile, v, d, st.acc + r * d); });
+#endif
+      continue;
+    }
+    for (int64_t i = 0; i < pieces; ++i) {
+      const Tile k = key_piece(i, key_tile);
       tile_product(q, d, rows, k.data, k.ldb, 64, d, step, st.scores + i * step, kKeyTile, false);
     }
-    tile_softmax(a, st, prob, rows, group, t, keys, pieces * step, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
+    tile_softmax(a, st, prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
     for (int64_t i = 0; i < pieces; ++i) {
-      const int64_t live = std::min<int64_t>(step, keys - i * step);
-      Tile v = cache.values(table[(t + i * step) / s], head, (t + i * step) % s, live, value_tile);
-      const int64_t used = kPairs ? clean_tail(&v, reinterpret_cast<C*>(value_tile), live, step, d) : live;
+      int64_t used;
+      const Tile v = value_piece(i, value_tile, &used);
       tile_product(prob + i * step, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
     }
   }
   for (int r = 0; r < rows; ++r) {
     const int qh = head * group + r % group;
-    finish_row(a, st.acc + r * d, st.m[r], st.l[r], qh, (start + first + r / group) * a.out_stride + qh * d);
+    finish_row(a, st.acc + r * d, st.m[r] / kLog2e, sum(load(st.l + r * W)), qh, (start + first + r / group) * a.out_stride + qh * d);
   }
 }
 

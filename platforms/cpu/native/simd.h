@@ -131,6 +131,7 @@ inline vf round_even(vf v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEARES
 inline vf scale_pow2(vf v, vf n) { return _mm512_scalef_ps(v, n); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline uint32_t first_bits(int n) { return n <= 0 ? 0 : n >= W ? (1u << W) - 1 : (1u << n) - 1; }
+inline bool any_above(vf v, float limit) { return _mm512_cmp_ps_mask(v, set1(limit), _CMP_GT_OQ) != 0; }
 // v where from <= lane < to, elsewhere `other`.
 inline vf within(vf v, int from, int to, float other) {
   return _mm512_mask_blend_ps(__mmask16(first_bits(to) & ~first_bits(from)), set1(other), v);
@@ -208,6 +209,11 @@ inline vf round_even(vf v) {  // adding 1.5 * 2^23 rounds |v| < 2^22 to nearest 
   vf magic = set1(12582912.0f);
   return (v + magic) - magic;
 }
+inline bool any_above(vf v, float limit) {
+  for (int i = 0; i < W; ++i)
+    if (v[i] > limit) return true;
+  return false;
+}
 inline vf within(vf v, int from, int to, float other) {
   const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
   return (lane >= from) & (lane < to) ? v : set1(other);
@@ -232,6 +238,21 @@ inline vf vexp(vf x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(mul(r, r), p, add(r, set1(1.0f)));
   return scale_pow2(p, n);
+}
+// 2^x for x up to 127; minus infinity gives zero, NaN stays NaN. Relative error below 1e-7, of ROUGH below 3e-6.
+template <bool ROUGH>
+inline vf vexp2(vf x) {
+#if HR_AVX512
+  const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+  vf p = ROUGH ? set1(1.3534166850e-2f) : fma(set1(1.8775765784e-3f), r, set1(8.9893406257e-3f));
+  p = fma(p, r, set1(ROUGH ? 5.2011460066e-2f : 5.5826317519e-2f));
+  p = fma(p, r, set1(ROUGH ? 2.4144275486e-1f : 2.4015361071e-1f));
+  p = fma(p, r, set1(ROUGH ? 6.9300383329e-1f : 6.9315308332e-1f));
+  p = fma(p, r, set1(ROUGH ? 1.0000026226f : 0.99999994039f));
+  return _mm512_scalef_ps(p, x);
+#else
+  return x < -126.0f ? zero() : vexp(mul(x, set1(0.69314718056f)));
+#endif
 }
 inline vf vtanh(vf x) {  // (1 - e) / (1 + e) with e = exp(-2 |x|), sign restored
   vf a = vabs(x);
