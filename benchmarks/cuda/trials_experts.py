@@ -192,6 +192,7 @@ BOTH = ((32, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (1024, 128), (2048
         (4096, 128))  # fmt: skip
 PARTS = ("sort", "gate_up", "down", "sum")
 SORT = options(("BLOCK", "num_warps"), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
+SUM = options(("BLOCK", "num_warps"), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8))
 
 
 def tiled_trials() -> Iterator[Trial]:
@@ -220,8 +221,8 @@ def tiled_trials() -> Iterator[Trial]:
 def parts_trials() -> Iterator[Trial]:
     for tokens, part in product((128, 256, 2048, 8192), PARTS):
         yield Trial("parts", (tokens, part))
-        if part == "sort":
-            yield from (Trial("parts", (tokens, part), {"experts_sort": one}) for one in SORT)
+        for change in {"sort": SORT, "sum": SUM}.get(part, ()):
+            yield Trial("parts", (tokens, part), {f"experts_{part}": change})
 
 
 def parts_calls(runtime: Any, trial: Trial, copies: int) -> list[Call]:

@@ -27,6 +27,7 @@ from headrace.platforms.triton.launch import (
     Tiled,
     launch_options,
     power_of_two,
+    warps_for,
 )
 
 # Up to so many tokens hardly share an expert: each pair reads its own.
@@ -147,10 +148,10 @@ def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict
 
 
 def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
-    k = power_of_two(query.top_k)
-    options = {"BLOCK": min(power_of_two(query.hidden), max(128, 4096 // k)), "num_warps": 4}
+    block = min(power_of_two(query.hidden), 1024)
+    options = {"BLOCK": block, "num_warps": warps_for(block)}
     chosen = launch_options("experts_sum", query, runtime, options, dependent=True)
-    return {**chosen, "TOP_K": query.top_k, "K_PAD": k}
+    return {**chosen, "TOP_K": query.top_k}
 
 
 @dataclass(slots=True)

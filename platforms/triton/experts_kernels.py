@@ -193,19 +193,18 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(
-    y, weights, out, H, TOP_K: tl.constexpr, K_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    y, weights, out, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H]: the K rows of a token in y, weighted."""
+    """out [T, H]: the K rows of a token in y, weighted. A thread sums its own columns, with all rows on their way."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.arange(0, K_PAD)
     let_next_start(PDL)
     after_previous(PDL)
-    share = tl.load(weights + token * TOP_K + k, mask=k < TOP_K, other=0.0)
-    place = y + (token * TOP_K + k)[:, None] * H + at[None, :]
-    rows = tl.load(place, mask=(k < TOP_K)[:, None] & (at < H)[None, :], other=0.0)
-    total = tl.sum(rows.to(tl.float32) * share[:, None], axis=0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        row = tl.load(y + pair * H + at, mask=at < H, other=0.0)
+        total += row.to(tl.float32) * tl.load(weights + pair)
     tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=at < H)
 
 
