@@ -10,6 +10,7 @@
 namespace hr {
 
 constexpr int kOwnRows = kFineRows;  // up to here every thread quantizes x for itself: cheaper than one more step
+constexpr int kFewRowsChunks = 6, kFewThreads = 4;  // chunks a thread of few rows, and threads up to which it is so many
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
@@ -128,12 +129,15 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
     }
   }
   float c[kRows][kCols];
-  for (int64_t panel = all * chunk / chunks; panel < all * (chunk + 1) / chunks; ++panel) {
+  const int64_t end = all * (chunk + 1) / chunks;
+  for (int64_t panel = all * chunk / chunks; panel < end; ++panel) {
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * shape.bytes;
+    // behind a chunk comes one of another thread's, if there are many
+    const uint8_t* next = panel + 1 < end || chunks <= kFewThreads * kFewRowsChunks ? w + shape.bytes : nullptr;
     for (int r = 0; r < a.rows; r += stride) {
       const int n = a.rows - r < stride ? a.rows - r : stride;
       const QuantRows x(rows + r / stride * bytes, a.k, stride);
-      panel_fn(t, n, is_fine(a))(w, shape, x, r == 0 ? w + shape.bytes : nullptr, c);
+      panel_fn(t, n, is_fine(a))(w, shape, x, r == 0 ? next : nullptr, c);
       for (int i = 0; i < n; ++i) write_row(a, c[i], r + i, panel);
     }
   }
@@ -392,7 +396,8 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   }
 #endif
   // Few rows: large chunks, for the memory is read in long runs. More rows: small ones, so that threads end together.
-  const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? 6 : 16);
+  const int64_t n = panels(a.n), few = threads > kFewThreads ? kFewRowsChunks - 2 : kFewRowsChunks;
+  const int64_t wanted = threads * (a.rows <= kOwnRows ? few : 16);
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
 #if HR_BF16_DOTS
   if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && a.format == HR_W_BF16) {
