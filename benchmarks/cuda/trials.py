@@ -13,7 +13,7 @@ import argparse
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -250,6 +250,8 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Trial]], Callable[..., list[Call
 }
 RUNTIME: Any = None
 DEVICE: Any = None
+BROKEN = False
+PATIENCE = 60  # seconds to wait for the next trial to be compiled
 
 
 def start() -> None:
@@ -258,15 +260,40 @@ def start() -> None:
     DEVICE = RUNTIME.device
 
 
-def compiled(trial: Trial) -> str:
-    """In a worker: everything a trial launches, once. What goes wrong, the timing will say."""
+def named(trial: Trial) -> tuple[Any, ...]:
+    return trial.section, trial.load, trial.label
+
+
+def compiled(trial: Trial) -> tuple[tuple[Any, ...], str]:
+    """In a worker: everything a trial launches, once -> (its name, what went wrong). A device that a trial has broken
+    answers this process no more: what comes after it is left to the timing."""
+    global BROKEN
     try:
-        with torch.inference_mode():
-            SECTIONS[trial.section][1](RUNTIME, trial, 1)[0]()
-            RUNTIME.synchronize()
-        return ""
+        if not BROKEN:
+            with torch.inference_mode():
+                SECTIONS[trial.section][1](RUNTIME, trial, 1)[0]()
+                RUNTIME.synchronize()
+        return named(trial), ""
     except Exception as error:
-        return f"{type(error).__name__}"
+        try:
+            RUNTIME.synchronize()
+        except RuntimeError:
+            BROKEN = True
+        return named(trial), f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
+
+def compile_all(trials: list[Trial], workers: int) -> dict[tuple[Any, ...], str]:
+    """What is wrong with the trials that cannot be timed, by their names: failed, or hanging for PATIENCE."""
+    wrong = {named(trial): "no answer" for trial in trials}
+    with multiprocessing.get_context("spawn").Pool(workers, start) as pool:
+        answers = pool.imap_unordered(compiled, trials)
+        try:
+            for _ in trials:
+                name, said = answers.next(timeout=PATIENCE)
+                wrong[name] = said
+        except multiprocessing.TimeoutError:
+            pass  # leaving the pool ends its processes
+    return {name: said for name, said in wrong.items() if said}
 
 
 def timed(trial: Trial, expected: dict[Any, torch.Tensor]) -> tuple[float, str]:
@@ -304,7 +331,8 @@ def descend(model: str, expected: dict[Any, torch.Tensor]) -> Iterator[dict[str,
     yield {"load": f"{model} all", "us": now, "best": [], "changes": best}
 
 
-def results(only: set[str]) -> Iterator[dict[str, Any]]:
+def results(only: set[str], wrong: Mapping[tuple[Any, ...], str]) -> Iterator[dict[str, Any]]:
+    """`wrong`: trials that are left out, and why."""
     expected: dict[Any, torch.Tensor] = {}
     for section in (name for name in SECTIONS if name in only):
         trials, _, limit = SECTIONS[section]
@@ -312,7 +340,9 @@ def results(only: set[str]) -> Iterator[dict[str, Any]]:
         for trial in trials():
             if section == "chain" and trial.changes:
                 continue
-            rows.setdefault(trial.load, []).append((*timed(trial, expected), trial))
+            bad = wrong.get(named(trial))
+            outcome = (float("inf"), bad) if bad else timed(trial, expected)
+            rows.setdefault(trial.load, []).append((*outcome, trial))
         for load, found in rows.items():
             first = found[0]
             order = sorted(found, key=lambda one: one[0])
@@ -338,15 +368,13 @@ def main() -> None:
     only = set(asked.only.split(","))
     began = time.perf_counter()
     trials = [trial for name in SECTIONS if name in only for trial in SECTIONS[name][0]()]
-    with multiprocessing.get_context("spawn").Pool(asked.workers, start) as pool:
-        failed = sum(map(bool, pool.imap_unordered(compiled, trials)))
-    print(
-        f"{len(trials)} trials, {failed} failed; compiled after {time.perf_counter() - began:.0f} s"
-    )
+    wrong = compile_all(trials, asked.workers)
+    passed = time.perf_counter() - began
+    print(f"{len(trials)} trials, {len(wrong)} failed; compiled after {passed:.0f} s", flush=True)
     start()
     found = []
     with torch.inference_mode():
-        for row in results(only):
+        for row in results(only, wrong):
             found.append(row)
             best = "; ".join(
                 f"{label} {took:.1f}{' ' + wrong if wrong else ''}"
