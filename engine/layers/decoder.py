@@ -24,7 +24,7 @@ class DecoderBlock(Layer):
     """Norms before attention and before the feed-forward network (Llama and most others).
 
     (x, residual) -> (x, residual): the sum of both is the block's output; it is taken by the next block's first norm,
-    where it costs one fused op. `residual` is None at the first block.
+    where it costs one fused op. `residual` is None at the first block. Behind attention only the rows `wanted` go on.
     """
 
     attention: Attention | LatentAttention
@@ -46,8 +46,13 @@ class DecoderBlock(Layer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         plans: Sequence[Any],
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attention.normed(self.input_norm, x, residual, positions, plans)
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+            if not len(wanted):
+                return x, residual
         return self.mlp.normed(self.mlp_norm, x, residual)
 
 
@@ -72,7 +77,12 @@ class SandwichBlock(Layer):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         plans: Sequence[Any],
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attention.normed(self.input_norm, x, residual, positions, plans)
+        if wanted is not None:
+            x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
+            if not len(wanted):
+                return x, residual
         x, residual = self.mlp.normed(self.mlp_norm, self.attention_norm(x), residual)
         return self.output_norm(x), residual

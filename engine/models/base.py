@@ -42,9 +42,11 @@ class BuildContext:
 
 @dataclass(slots=True)
 class StepContext:
-    """One step's attention plans, one for each entry of `Model.plan_keys`, in order."""
+    """One step's attention plans, one for each entry of `Model.plan_keys`, in order; and the rows [R] int64 whose
+    hidden states are wanted (None = all): the last block computes no others behind its attention."""
 
     plans: list[Any] = field(default_factory=list)
+    wanted: torch.Tensor | None = None
 
 
 class Model(ABC):
@@ -85,7 +87,7 @@ class Model(ABC):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
-        """token_ids [T] int32, positions [T] int64 -> final normed hidden states [T, hidden]."""
+        """token_ids [T] int32, positions [T] int64 -> final normed hidden states [T, hidden], or of the wanted rows."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

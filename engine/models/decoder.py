@@ -84,9 +84,10 @@ class Decoder(Model):
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
         x, residual, plans = self._vocabulary.embed(token_ids), None, step.plans
-        for block in self._blocks:
+        for block in self._blocks[:-1]:
             x, residual = block(x, residual, positions, plans)
-        return self._norm(x, residual)[0]
+        x, residual = self._blocks[-1](x, residual, positions, plans, step.wanted)
+        return self._norm(x, residual)[0] if len(x) else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._vocabulary.logits(hidden)

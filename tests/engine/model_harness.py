@@ -163,16 +163,21 @@ class Engine:
         return Running([[] for _ in self.plan.groups])
 
     @torch.inference_mode()
-    def step(self, work: Sequence[tuple[Running, Sequence[int]]]) -> list[torch.Tensor]:
-        """Computes the next tokens of each sequence; float32 logits [new tokens, vocab] of each."""
+    def step(
+        self, work: Sequence[tuple[Running, Sequence[int]]], wanted: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Computes the next tokens of each sequence; float32 logits [new tokens, vocab] of each, or of the `wanted`
+        tokens of the step, [1, vocab] each."""
         counts = np.array([len(tokens) for _, tokens in work], np.int32)
         view, positions = self._view([seq for seq, _ in work], counts)
         token_ids = torch.tensor([t for _, tokens in work for t in tokens], dtype=torch.int32)
         plans = [impl.plan(view, group) for impl, group in self.model.plan_keys]
-        hidden = self.model.forward(token_ids, positions, StepContext(plans))
+        rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+        hidden = self.model.forward(token_ids, positions, StepContext(plans, rows))
         for (seq, _), count in zip(work, counts, strict=True):
             seq.computed += int(count)
-        return list(self.model.logits(hidden).split(counts.tolist()))
+        sizes = counts.tolist() if wanted is None else [1] * len(wanted)
+        return list(self.model.logits(hidden).split(sizes)) if sizes else []
 
     def run(self, seq: Running, tokens: Sequence[int], chunk: int = 0) -> torch.Tensor:
         """A prompt in chunks (0 = at once); logits [tokens, vocab]."""

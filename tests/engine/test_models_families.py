@@ -64,6 +64,18 @@ def test_mixed_batch(tiny: Tiny, platform: str) -> None:
         torch.testing.assert_close(got, tiny.logits(tokens)[done:], **CLOSE)
 
 
+def test_only_wanted_rows(tiny: Tiny, platform: str) -> None:
+    """Nothing else is computed behind the last attention, and the cache is as whole as ever."""
+    engine = engine_for(tiny, 64, platform)
+    first, second = prompt(12, 1), prompt(7, 2)
+    seqs = [engine.sequence(), engine.sequence()]
+    got = engine.step([(seqs[0], first[:10]), (seqs[1], second)], wanted=[16])
+    torch.testing.assert_close(got[0], tiny.logits(second)[-1:], **CLOSE)
+    assert engine.step([(seqs[0], first[10:11])], wanted=[]) == []
+    got = engine.step([(seqs[0], first[11:])])
+    torch.testing.assert_close(got[0], tiny.logits(first)[-1:], **CLOSE)
+
+
 def test_greedy_tokens(tiny: Tiny) -> None:
     tokens = prompt(20, seed=3)
     engine = engine_for(tiny, 64)
