@@ -1,7 +1,7 @@
 """Launch options and ways of dividing work that might be faster, each one timed: what a run of this decides is written
 into the tables of platforms/triton and platforms/cuda.
 
-    python -m benchmarks.cuda.trials [--only chain,head,experts,tiled,parts,few,decode] [--json FILE] [--workers 14]
+    python -m benchmarks.cuda.trials [--only chain,head,experts,tiled,parts,few,decode,prefill] [--json FILE]
 
 Workers compile first, side by side, into Triton's cache; then one process times everything. Prints the best of each
 load beside what is in use. Results that differ from those of the options in use are marked "wrong".
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.cuda import trials_experts
+from benchmarks.cuda import trials_attention, trials_experts
 from benchmarks.cuda.layers import LAYERS, Layers, widen
 from benchmarks.cuda.trial import COPIES, PRODUCT, READ, ROW, Call, Changed, Trial, options
 from benchmarks.cuda.trials_experts import ROW_DOWN, ROW_GATE_UP
@@ -33,7 +33,7 @@ from headrace.platforms.triton.linear import TritonLinear
 FEW = (*PRODUCT, "SPLITS")
 COPIES_LAYERS = 6
 # Results of a load that are printed, where they are more than four.
-SHOWN = {"tiled": 40, "parts": 40}
+SHOWN = {"tiled": 40, "parts": 40, "prefill": 20}
 # in, out of products; the rows of x to try
 PRODUCTS = {
     "8B qkv": (4096, 6144, (16, 32, 64, 128)),
@@ -247,6 +247,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Trial]], Callable[..., list[Call
     **trials_experts.SECTIONS,
     "few": (few_trials, few_calls, few_limit),
     "decode": (decode_trials, decode_calls, decode_limit),
+    **trials_attention.SECTIONS,
 }
 RUNTIME: Any = None
 DEVICE: Any = None
@@ -346,13 +347,16 @@ def results(only: set[str], wrong: Mapping[tuple[Any, ...], str]) -> Iterator[di
         for load, found in rows.items():
             first = found[0]
             order = sorted(found, key=lambda one: one[0])
-            yield {
+            row = {
                 "section": section,
                 "load": " ".join(map(str, load)),
                 "us": first[0],
                 "limit": 1e6 * limit(load),
                 "best": [(took, trial.label, wrong) for took, wrong, trial in order],
             }
+            if section == "prefill":
+                row["operations"] = trials_attention.operations(load)
+            yield row
         if section == "chain":
             for model in LAYERS:
                 yield from ({"section": section, **row} for row in descend(model, expected))
@@ -381,6 +385,8 @@ def main() -> None:
                 for took, label, wrong in row["best"][: SHOWN.get(row["section"], 4)]
             )
             limit = f"/{row['limit']:.1f}" if "limit" in row else ""
+            if "operations" in row:
+                limit += f", {row['operations'] / row['best'][0][0] / 1e6:.0f} TFLOP/s at best"
             print(f"{row['section']} {row['load']}: {row['us']:.1f}{limit} | {best}", flush=True)
     print(f"after {time.perf_counter() - began:.0f} s")
     if asked.json:

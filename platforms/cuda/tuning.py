@@ -19,6 +19,8 @@ _EXPERTS = {
 # Decodes by the query heads of a KV head: BLOCK_N, warps, stages.
 _FEW_DECODES = {8: (128, 4, 3)}
 _MANY_DECODES = (32, 1, 2)
+# BLOCK_M, BLOCK_N, warps, stages of prompts.
+_PROMPTS = (128, 64, 8, 3)
 
 
 def kernel_options(
@@ -30,6 +32,9 @@ def kernel_options(
     if kernel.startswith("experts_"):
         chosen = _EXPERTS.get((kernel, options.get("BLOCK_M", 0)))
         return dict(zip(_PRODUCT, chosen, strict=True)) if chosen else {}
+    if kernel == "prefill" and query.head_dim <= 128 >= query.v_head_dim:
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        return dict(zip(names, _PROMPTS, strict=True))
     if kernel in ("decode", "decode_many") and query.head_dim <= 128 >= query.v_head_dim:
         group = query.q_heads // query.kv_heads
         decode = _MANY_DECODES if kernel == "decode_many" else _FEW_DECODES.get(group)

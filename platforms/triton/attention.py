@@ -18,11 +18,11 @@ from headrace.platforms.queries import AttentionQuery, RotaryQuery
 from headrace.platforms.triton.attention_kernels import (
     combine_kernel,
     decode_kernel,
-    prefill_kernel,
     turn_decode_kernel,
     turn_write_kernel,
     write_kernel,
 )
+from headrace.platforms.triton.attention_prefill_kernels import prefill_kernel
 from headrace.platforms.triton.launch import Launcher, Launchers, launch_options, power_of_two
 
 # Programs for each compute unit that decodes are split into, and the most parts of one sequence.
@@ -109,7 +109,7 @@ def combined_at_once(query: AttentionQuery, warps: int) -> dict[str, int]:
 def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
     group = query.q_heads // query.kv_heads
     wide = max(query.head_dim, query.v_head_dim) > 128
-    rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 64, 4, 3)
+    rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 32, 8, 3)
     if query.dtype == "float32":
         rows, keys, warps, stages = 16, 32, 8, 1
     options = {
@@ -119,7 +119,7 @@ def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, 
         "num_warps": warps,
         "num_stages": stages,
     }
-    return launch_options("prefill", query, runtime, options)
+    return launch_options("prefill", query, runtime, options, dependent=True)
 
 
 def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -156,8 +156,10 @@ class TritonAttention(PagedAttention):
         self._turn_decode = Launchers(turn_decode_kernel, options)
         self._turn_decode_many = Launchers(turn_decode_kernel, many)
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
-        self._prefill = Launchers(prefill_kernel, prefill_options(query, runtime))
-        options = self._prefill.options
+        options = prefill_options(query, runtime)
+        self._prefill = Launchers(prefill_kernel, options)
+        # Programs for each KV head of prompts that leave room to decodes beside them; 0: they come one after the other.
+        self.beside = max(1, runtime.info.units // query.kv_heads) if options["PDL"] else 0
         self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
         self._parts = query.kv_heads  # of the query heads, to each of which a program belongs
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
@@ -316,14 +318,17 @@ class TritonAttention(PagedAttention):
         if sinks is None:
             sinks = self._no_sinks
         caches = (k_cache, v_cache)
+        if plan.tiles is not None:
+            programs = count = len(plan.tiles)
+            if plan.decodes and self.beside:
+                programs = min(count, self.beside)
+            self._prefill(SIZE=plan.block_size)(
+                (programs, self._parts, 1),
+                out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
+                *strides, count, query.scale,
+            )  # fmt: skip
         if plan.decodes:
             self._attend_decodes(out, q, caches, plan, sinks, strides)
-        if plan.tiles is not None:
-            grid = (len(plan.tiles), self._parts, 1)
-            self._prefill(SIZE=plan.block_size)(
-                grid, out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
-                *strides, query.scale,
-            )  # fmt: skip
         return out
 
     def _partial(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +352,8 @@ class TritonAttention(PagedAttention):
         partial, lse = self._partial(out, plan)
         grid = (splits, self._parts, plan.decodes)
         made = self._decode_many if plan.decodes >= self._many else self._decode
-        made(SIZE=plan.block_size)(
+        beside = bool(self.beside) and plan.tiles is not None
+        made(SIZE=plan.block_size, BESIDE=beside)(
             grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,
         )  # fmt: skip

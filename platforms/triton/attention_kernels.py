@@ -142,20 +142,22 @@ def fold(
     k_block, k_slot, v_block, v_slot, scale,
     D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """Keys n .. n + BLOCK_N of a sequence folded into the running softmax of rows q [M, D_PAD].
 
-    Row i sees keys below high[i] and, under a window, from low[i] on. `end` bounds what may be loaded.
+    Row i sees keys below high[i] and, under a window, from low[i] on. `end` bounds what may be loaded. CACHED: how
+    loads use caches.
     """
     key = n + tl.arange(0, BLOCK_N)
     real = key < end
     block = tl.load(blocks + key // SIZE, mask=real, other=0).to(tl.int64)
     at = tl.arange(0, D_PAD)
     place = k_head + block * k_block + (key % SIZE) * k_slot
+    mask = real[None, :] & (at < D)[:, None]
     kt = tl.load(
-        place[None, :] + at[:, None], mask=real[None, :] & (at < D)[:, None], other=0.0
-    ).to(q.dtype)
+        place[None, :] + at[:, None], mask=mask, other=0.0, cache_modifier=CACHED
+    ).to(q.dtype)  # fmt: skip
     scores = tl.dot(q, kt, input_precision=PRECISION) * scale
     if SOFTCAP > 0:
         scores = SOFTCAP * tanh(scores / SOFTCAP)
@@ -171,70 +173,13 @@ def fold(
     total = total * decay + tl.sum(weights, axis=1)
     at = tl.arange(0, DV_PAD)
     place = v_head + block * v_block + (key % SIZE) * v_slot
+    mask = real[:, None] & (at < DV)[None, :]
     values = tl.load(
-        place[:, None] + at[None, :], mask=real[:, None] & (at < DV)[None, :], other=0.0
-    ).to(q.dtype)
+        place[:, None] + at[None, :], mask=mask, other=0.0, cache_modifier=CACHED
+    ).to(q.dtype)  # fmt: skip
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(q.dtype), values, acc, input_precision=PRECISION)
     return new_top, total, acc
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def prefill_kernel(
-    out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
-    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
-    table_stride, scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """tiles [N, 2] int32: (request, its first token in the tile); a tile has BLOCK_M // GROUP tokens."""
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile, head = tl.program_id(0), tl.program_id(1)
-    request = tl.load(tiles + 2 * tile)
-    first = tl.load(tiles + 2 * tile + 1)
-    start = tl.load(starts + request)
-    count = tl.load(starts + request + 1) - start
-    context = tl.load(seq_lens + request) - count
-    row = tl.arange(0, BLOCK_M)
-    token = first + row // GROUP
-    heads = head * GROUP + row % GROUP
-    live = (row < TOKENS * GROUP) & (token < count)
-    rows = (start + token).to(tl.int64)
-    at = tl.arange(0, D_PAD)
-    places = q + rows * q_token + heads * q_head
-    queries = tl.load(
-        places[:, None] + at[None, :], mask=live[:, None] & (at < D)[None, :], other=0.0
-    )
-    high = context + token + 1
-    low = high - WINDOW
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    end = context + tl.minimum(first + TOKENS, count)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        top = tl.load(sinks + heads).to(tl.float32) * LOG2E
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
-    acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-    blocks = table + request.to(tl.int64) * table_stride
-    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
-    for n in range(begin, end, BLOCK_N):
-        top, total, acc = fold(
-            queries, top, total, acc, n, end, low, high, blocks, k_head, v_head,
-            k_block, k_slot, v_block, v_slot, scale,
-            D, DV, SIZE, SOFTCAP, WINDOW, BLOCK_N, D_PAD, DV_PAD, PRECISION,
-        )  # fmt: skip
-    acc = acc / total[:, None]
-    at = tl.arange(0, DV_PAD)
-    places = out + rows * o_token + heads * o_head
-    tl.store(
-        places[:, None] + at[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=live[:, None] & (at < DV)[None, :],
-    )
 
 
 @triton.jit
@@ -299,7 +244,7 @@ def attend_part(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """What decode_kernel says, for the queries [BLOCK_M, D_PAD] of its program."""
     split, head = tl.program_id(0), tl.program_id(1)
@@ -325,7 +270,7 @@ def attend_part(
         top, total, acc = fold(
             queries, top, total, acc, n, end, high, high, blocks, k_head, v_head,
             k_block, k_slot, v_block, v_slot, scale,
-            D, DV, SIZE, SOFTCAP, 0, BLOCK_N, D_PAD, DV_PAD, PRECISION,
+            D, DV, SIZE, SOFTCAP, 0, BLOCK_N, D_PAD, DV_PAD, PRECISION, CACHED,
         )  # fmt: skip
     at = tl.arange(0, DV_PAD)
     inside = live[:, None] & (at < DV)[None, :]
@@ -359,7 +304,7 @@ def decode_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Request b, one query token: a program for each of `splits` parts of its keys.
 
@@ -368,12 +313,18 @@ def decode_kernel(
     and KV head, by the count in done [B, Hkv], combines the parts and leaves the count at 0 for the next launch; and
     only the parts that have keys exist, packed to the front of the request's memory: a graph has as many programs as
     the longest sequence needs.
+
+    BESIDE: behind prefill_kernel, both with PDL. This kernel started when all programs of that one had waited for what
+    is before them, so that keys and queries are there; past the unit's own cache, which may hold what was there before.
+    None of that kernel's results is needed, so it waits for no more than to end after it, for those that come later:
+    one program is enough, and of the others none holds a place that those behind it want.
     """
     split, head = tl.program_id(0), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     length = tl.load(seq_lens + request)
     let_next_start(PDL)
-    after_previous(PDL)
+    after_previous(PDL and not BESIDE)
+    CACHED: tl.constexpr = ".cg" if BESIDE else ""
     start, end, parts = extent(length, split, splits, WINDOW, BLOCK_N, LAST)
     if split >= parts:
         return
@@ -381,13 +332,16 @@ def decode_kernel(
     at = tl.arange(0, D_PAD)
     places = q + request * q_token + (head * GROUP + row) * q_head
     mask = (row < GROUP)[:, None] & (at < D)[None, :]
-    queries = tl.load(places[:, None] + at[None, :], mask=mask, other=0.0)
+    queries = tl.load(places[:, None] + at[None, :], mask=mask, other=0.0, cache_modifier=CACHED)
     attend_part(
         queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
         o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
         GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
-        HEADS, PARTS,
+        HEADS, PARTS, CACHED,
     )  # fmt: skip
+    if BESIDE:
+        if (split == 0) & (head == tl.num_programs(1) - 1) & (request == tl.num_programs(2) - 1):
+            after_previous(PDL)
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits"], do_not_specialize_on_alignment=["slots"])
@@ -443,7 +397,7 @@ def turn_decode_kernel(
         queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
         o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
         GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
-        HEADS, PARTS,
+        HEADS, PARTS, "",
     )  # fmt: skip
 
 

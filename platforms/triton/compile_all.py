@@ -34,6 +34,7 @@ from headrace.platforms.triton import (
     activations,
     attention,
     attention_kernels,
+    attention_prefill_kernels,
     experts,
     experts_kernels,
     experts_tiled_kernels,
@@ -91,7 +92,7 @@ ROUTERS = (
     RouterQuery(256, 8, True, "sigmoid", groups=8, top_groups=4, bias=True, scale=2.5),
 )
 # integers that kernels are not specialized on
-NOT_SPECIALIZED = ("table_stride", "splits", "P", "block_m", "top", "M")
+NOT_SPECIALIZED = ("table_stride", "splits", "count", "P", "block_m", "top", "M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
 
 
 def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
-    names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits"
+    names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits count"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
     caches = {"out": short, "q": short, "k_cache": kv, "v_cache": kv}
     integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
@@ -177,11 +178,15 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
         label += f" KV {kv}" if kv != short else ""
         common = (pointers, scalars)
         chosen = {**attention.prefill_options(query, runtime), "SIZE": 32}
-        yield Variant(f"prefill {label}", attention_kernels.prefill_kernel, *common, chosen)
-        chosen = {**attention.decode_options(query, runtime), "SIZE": 32}
-        yield Variant(f"decode {label}", attention_kernels.decode_kernel, *common, chosen)
-        chosen = {**attention.decode_options(query, runtime, many=True), "SIZE": 32}
-        yield Variant(f"decode many {label}", attention_kernels.decode_kernel, *common, chosen)
+        kernel = attention_prefill_kernels.prefill_kernel
+        yield Variant(f"prefill {label}", kernel, *common, chosen)
+        # beside prompts only where it waits is another
+        besides = (False, True) if chosen["PDL"] and dtype == "bfloat16" else (False,)
+        for many, beside in product((False, True), besides):
+            options = attention.decode_options(query, runtime, many)
+            options |= {"SIZE": 32, "BESIDE": beside}
+            text = f"decode{' many' if many else ''}{' beside prompts' if beside else ''} {label}"
+            yield Variant(text, attention_kernels.decode_kernel, *common, options)
         chosen = attention.combine_options(query, runtime)
         yield Variant(f"combine {label}", attention_kernels.combine_kernel, *common, chosen)
         chosen = {**attention.write_options(query, runtime), "SIZE": 32}

@@ -1,0 +1,116 @@
+"""The kernel of paged attention for prompts and chunks. Caches, GROUP and scores: attention_kernels.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from headrace.platforms.triton.activations import tanh
+from headrace.platforms.triton.launch import after_previous, let_next_start
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def rows_at(
+    head_start, ids, key, end, block_stride, slot_stride,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Rows [BLOCK_N, PAD] of one head of a cache, for keys that lie in the blocks `ids`; zeros from key `end` on."""
+    at = tl.arange(0, PAD)
+    rows = head_start + ids.to(tl.int64) * block_stride + key % SIZE * slot_stride
+    live = (key < end)[:, None]
+    if WIDTH < PAD:
+        live &= (at < WIDTH)[None, :]
+    return tl.load(rows[:, None] + at[None, :], mask=live, other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "count"])
+def prefill_kernel(
+    out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
+    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
+    table_stride, count, scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """tiles [count, 2] int32: (request, its first token in the tile); a tile has BLOCK_M // GROUP tokens, or none
+    where the first one lies behind the request's last. A program takes the tiles num_programs apart.
+
+    The numbers of the blocks that hold the next keys are loaded while these keys are multiplied, so that loads of keys
+    wait for no other load and several are on their way; only keys that some row does not see are compared with rows.
+
+    With PDL the next kernel may start once all programs run and the one before has ended: what that one wrote is there
+    for it too, what this one writes is not.
+    """
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    order = tl.arange(0, BLOCK_N)
+    heads = head * GROUP + row % GROUP
+    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    after_previous(PDL)
+    let_next_start(PDL)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        request = tl.load(tiles + 2 * tile)
+        first = tl.load(tiles + 2 * tile + 1)
+        start = tl.load(starts + request)
+        tokens = tl.load(starts + request + 1) - start
+        context = tl.load(seq_lens + request) - tokens
+        token = first + row // GROUP
+        live = (row < TOKENS * GROUP) & (token < tokens)
+        rows = (start + token).to(tl.int64)
+        at = tl.arange(0, D_PAD)
+        places = q + rows * q_token + heads * q_head
+        mask = live[:, None] & (at < D)[None, :]
+        queries = tl.load(places[:, None] + at[None, :], mask=mask, other=0.0)
+        high = context + token + 1
+        all_see = context + first + 1  # keys
+        end = tl.where(first < tokens, context + tl.minimum(first + TOKENS, tokens), 0)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(all_see - WINDOW, 0) // BLOCK_N * BLOCK_N
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:
+            top = tl.load(sinks + heads).to(tl.float32) * LOG2E
+            total = tl.full([BLOCK_M], 1.0, tl.float32)
+        acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
+        blocks = table + request.to(tl.int64) * table_stride
+        key = begin + order
+        ids = tl.load(blocks + key // SIZE, mask=key < end, other=0)
+        for n in range(begin, end, BLOCK_N):
+            key = n + order
+            keys = rows_at(k_head, ids, key, end, k_block, k_slot, D, D_PAD, SIZE)
+            values = rows_at(v_head, ids, key, end, v_block, v_slot, DV, DV_PAD, SIZE)
+            after = key + BLOCK_N
+            ids = tl.load(blocks + after // SIZE, mask=after < end, other=0)
+            keys = tl.trans(keys.to(queries.dtype))
+            scores = tl.dot(queries, keys, input_precision=PRECISION)
+            factor = scale * LOG2E
+            if SOFTCAP > 0:
+                scores = tanh(scores * (scale / SOFTCAP))
+                factor = SOFTCAP * LOG2E
+            hidden = n + BLOCK_N > all_see
+            if WINDOW > 0:
+                hidden |= n < end - WINDOW
+            if hidden:
+                visible = key[None, :] < high[:, None]
+                if WINDOW > 0:
+                    visible &= key[None, :] >= (high - WINDOW)[:, None]
+                scores = tl.where(visible, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
+            finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores * factor - finite[:, None])
+            decay = tl.exp2(top - finite)
+            total = total * decay + tl.sum(weights, axis=1)
+            acc = acc * decay[:, None]
+            values = values.to(queries.dtype)
+            acc = tl.dot(weights.to(queries.dtype), values, acc, input_precision=PRECISION)
+            top = new_top
+        acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+        at = tl.arange(0, DV_PAD)
+        places = out + rows * o_token + heads * o_head
+        mask = live[:, None] & (at < DV)[None, :]
+        tl.store(places[:, None] + at[None, :], acc.to(out.dtype.element_ty), mask=mask)
