@@ -34,6 +34,7 @@ class Plan:
     splits: int
     tasks: int
     prefill: torch.Tensor | None  # [tasks, 2] int32: request, first query
+    last_slot: int  # that a prompt's step writes
     start: torch.Tensor
     lengths: torch.Tensor
     table: torch.Tensor
@@ -46,6 +47,7 @@ class NativeAttention(PagedAttention):
     def __init__(self, query: AttentionQuery, runtime: Any) -> None:
         super().__init__(query, runtime)
         self._kernels: Kernels = runtime.kernels()
+        self._pages = runtime.pages
         self._step = max(QUERY_ROWS // (query.q_heads // query.kv_heads), 1)
 
     @classmethod
@@ -69,7 +71,7 @@ class NativeAttention(PagedAttention):
         else:
             single = np.diff(starts[: count + 1]) == 1
             decodes = int(np.argmin(single)) if not single.all() else count
-        tasks, prefill = 0, None
+        tasks, prefill, last_slot = 0, None, 0
         if decodes < count:
             pairs = [
                 (row, first)
@@ -78,6 +80,7 @@ class NativeAttention(PagedAttention):
             ]
             tasks = len(pairs)
             prefill = torch.tensor(pairs, dtype=torch.int32)
+            last_slot = int(batch.slot_mappings[group].max())
         work = decodes * self.query.kv_heads
         threads = self._kernels.threads
         splits = 1
@@ -89,6 +92,7 @@ class NativeAttention(PagedAttention):
             splits,
             tasks,
             prefill,
+            last_slot,
             batch.query_start_loc,
             batch.seq_lens,
             batch.block_tables[group],
@@ -103,6 +107,9 @@ class NativeAttention(PagedAttention):
         v_cache: torch.Tensor,
         plan: Plan,
     ) -> None:
+        if plan.tasks:
+            block = plan.last_slot // k_cache.shape[2] + 1
+            self._pages.used(k_cache.data_ptr(), block * k_cache.stride(0) * k_cache.itemsize)
         self._kernels.run(
             _KV_WRITE,
             native.KvWrite(

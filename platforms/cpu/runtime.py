@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import sys
@@ -18,6 +17,7 @@ from headrace.platforms.allocator import DeviceAllocator
 from headrace.platforms.cpu.builds import FEATURE
 from headrace.platforms.cpu.hardware import Hardware
 from headrace.platforms.cpu.numa import Placement
+from headrace.platforms.cpu.pages import MADVISE, PagesAhead
 from headrace.platforms.device import DeviceInfo, DeviceRuntime, Event, MemoryInfo
 from headrace.platforms.graph import EagerGraphs, GraphBackend
 
@@ -39,10 +39,11 @@ class _Done(Event):
 
 
 class CpuAllocator(DeviceAllocator):
-    """Zeroed pages straight from the kernel: they take memory only when they are written."""
+    """Zeroed pages straight from the kernel: they take memory only when they are written, or shortly before."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: PagesAhead | None = None) -> None:
         self._held: dict[str, list[torch.Tensor]] = {}
+        self.pages = pages or PagesAhead()
 
     def reserve(self, nbytes: int, tag: str) -> torch.Tensor:
         # numpy asks the C library for zeroed memory, which for large sizes means untouched pages;
@@ -51,22 +52,31 @@ class CpuAllocator(DeviceAllocator):
         Placement.here().spread(pages)
         memory = torch.from_numpy(pages)
         self._held.setdefault(tag, []).append(memory)
+        self.pages.watch(memory)
         return memory
 
     def free(self, tag: str) -> None:
-        self._held.pop(tag, None)
+        for memory in self._held.pop(tag, []):
+            self.pages.forget(memory)
 
     def stays_awake(self, tag: str) -> str:
         if tag not in self._held:  # never reserved here: weights
             return "they are in the host's memory, which is this device's"
-        return "" if _MADVISE else "this system does not take pages back"
+        return "" if MADVISE else "this system does not take pages back"
 
     def sleep(self, tag: str, keep: bool) -> int:
         """`keep` changes nothing: memory that is wanted again stays awake here."""
-        return 0 if keep else sum(_give_back(part) for part in self._held.get(tag, []))
+        if keep:
+            return 0
+        parts = self._held.get(tag, [])
+        for part in parts:
+            self.pages.forget(part)
+        return sum(_give_back(part) for part in parts)
 
     def wake(self, tag: str) -> None:
         """Pages come back as zeros when they are touched."""
+        for part in self._held.get(tag, []):
+            self.pages.watch(part)
 
     def stats(self) -> dict[str, int]:
         return {tag: sum(part.numel() for part in parts) for tag, parts in self._held.items()}
@@ -76,7 +86,7 @@ def _give_back(memory: torch.Tensor) -> int:
     """Return the whole pages within `memory` to the system; all of it is zeros then. The bytes of those pages."""
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
-    if first >= last or _MADVISE(first, last - first, mmap.MADV_DONTNEED):
+    if first >= last or MADVISE(first, last - first, mmap.MADV_DONTNEED):
         memory.zero_()
         return 0
     memory[: first - start].zero_()
@@ -84,27 +94,13 @@ def _give_back(memory: torch.Tensor) -> int:
     return last - first
 
 
-def _madvise() -> Any:
-    """The system's call, which gives private pages back as zeros on Linux; None elsewhere."""
-    if sys.platform != "linux":
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes, function.restype = (
-        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
-        ctypes.c_int,
-    )
-    return function
-
-
-_MADVISE = _madvise()
-
-
 class CpuRuntime(DeviceRuntime):
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.device = torch.device("cpu")
         self._hardware = Hardware()
-        self._allocator = CpuAllocator()
+        self.pages = PagesAhead()
+        self._allocator = CpuAllocator(self.pages)
         self._kernels: Kernels | None = None
         self._graphs: GraphBackend | None = None
         self._threads_before = torch.get_num_threads()
@@ -195,5 +191,6 @@ class CpuRuntime(DeviceRuntime):
         return self._allocator
 
     def close(self) -> None:
+        self.pages.close()
         self._allocator = CpuAllocator()
         torch.set_num_threads(self._threads_before)
