@@ -131,7 +131,7 @@ def products(config: dict[str, Any], runtime: Any, seconds: float) -> Iterator[d
     shapes = {"qkv": (hidden, qkv), "gate_up": (hidden, 2 * size), "down": (size, hidden)}
     for kind in ("bfloat16", *BLOCKS):
         for name, (k, n) in shapes.items():
-            query = LinearQuery(k, n, "bfloat16", None if kind == "bfloat16" else kind)
+            query = LinearQuery(k, n, "bfloat16", "" if kind == "bfloat16" else kind)
             # calls outside of a captured step count as prompts', unless they say what they give
             decode = dataclasses.replace(query, out_dtype="bfloat16")
             ops = {"prompt": NativeLinear(query, runtime), "decode": NativeLinear(decode, runtime)}

@@ -1,11 +1,11 @@
-"""The tile unit's kernels on CPUs that have none: the AMX build, compiled with each tile instruction in plain C++."""
+"""The tile unit's kernels: the AMX build, and on CPUs that have no tiles the same with each of their instructions in
+plain C++."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,32 +18,53 @@ from headrace.platforms.queries import LinearQuery
 from headrace.platforms.reference.compare import compare, truth_query
 from headrace.platforms.reference.queries import queries
 from headrace.platforms.registry import REFERENCE, Policy, SelectionError
-from tests.contract.native_builds import TYPES, blocks, open_build, values
+from tests.contract.native_builds import TYPES, blocks, open_build, runnable, values
 from tests.contract.native_fuzz import COMMON, FLAGS, LIBRARY
 from tests.contract.test_native_blocks import open_registry
 
-pytestmark = pytest.mark.skipif(
-    not BUILDS["avx512_bf16"] <= CpuPlatform.probe()[0].features
-    or not shutil.which(os.environ.get("CXX", "g++")),
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+REAL = pytest.mark.skipif(
+    "amx" not in runnable(), reason="this CPU has no tiles, or the build is missing"
+)
+EMULATED = pytest.mark.skipif(
+    not BUILDS["avx512_bf16"] <= CpuPlatform.probe()[0].features or not COMPILER,
     reason="the build needs AVX-512 with bf16 beside its tiles, and a C++ compiler",
 )
 
 
 @pytest.fixture(scope="module")
-def native(tmp_path_factory):
+def emulated(tmp_path_factory):
     """bind(op, query) on the AMX build with emulated tiles."""
     library = tmp_path_factory.mktemp("tiles") / "_native_amx_emulated.so"
-    command = [os.environ.get("CXX", "g++"), *COMMON, *FLAGS["amx_emulated"], "-O1", "-g0"]
+    command = [COMPILER, *COMMON, *FLAGS["amx_emulated"], "-O1", "-g0"]
     subprocess.run([*command, "-shared", "-fPIC", LIBRARY, "-o", library], check=True)
+    yield from opened("avx512_bf16", library)
+
+
+@pytest.fixture(scope="module")
+def real():
+    yield from opened("amx", None)
+
+
+def opened(build, library):
+    runtime = open_build(build)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_kernels, "native_build", lambda features: Path(library))
-        runtime = open_build("avx512_bf16")
+        if library:
+            patch.setattr(native_kernels, "native_build", lambda features: library)
         assert runtime.kernels().isa == "amx"
     registry = open_registry()
     yield lambda op, query, name="native": Ops(
         registry, runtime.info, runtime, Policy(force={op: name})
     ).bind(op, query)
     runtime.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("real", marks=REAL), pytest.param("emulated", marks=EMULATED)],
+)
+def native(request):
+    return request.getfixturevalue(request.param)
 
 
 # rows: one tile and less, one pair of tiles and more, two blocks of rows; columns: parts of a panel, of a pair of
@@ -86,12 +107,25 @@ def test_blocks(native, kind):
         assert error.max() <= (2e-2 if kind.endswith("_K") else 1e-4), (rows, float(error.max()))
 
 
+@REAL
+@EMULATED
+@pytest.mark.parametrize("size", [1.0, 1e-19, 1e19])
+def test_emulated_tiles_are_the_units(real, emulated, size):
+    """To the last bit, denormal products and sums that overflow included."""
+    query = LinearQuery(544, 40, "bfloat16", out_dtype="float32")
+    generator = torch.Generator().manual_seed(3)
+    x, weight = ((torch.randn(n, 544, generator=generator) * size).bfloat16() for n in (60, 40))
+    both = [native("linear", query) for native in (real, emulated)]
+    first, second = (op(x, op.pack(weight, None)) for op in both)
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "Q8_0", "Q4_K"])
 def test_prompts_in_pieces(native, kind):
     """What a token of a prompt becomes is the same however the prompt is cut, from the rows on that take tiles."""
     k, n = 1024, 50
     stored = torch.randn(n, k).bfloat16() if kind == "bfloat16" else blocks(kind, n, k)
-    scheme = None if kind == "bfloat16" else kind
+    scheme = "" if kind == "bfloat16" else kind
     op = native("linear", LinearQuery(k, n, "bfloat16", scheme))
     packed = op.pack(stored, None)
     x = torch.randn(600, k, generator=torch.Generator().manual_seed(2)).bfloat16()
