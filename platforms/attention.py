@@ -37,6 +37,9 @@ class PagedAttention(ABC):
     """
 
     graph: ClassVar[GraphSupport] = GraphSupport.NEVER
+    # Whether `plan` looks at what is in the device's block tables. Else those of a captured step may be filled after
+    # it, by the step.
+    reads_tables: ClassVar[bool] = False
 
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         self.query = query

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import numpy as np
     import torch
 
@@ -38,7 +40,7 @@ class BatchView:
     slot_mappings: list[torch.Tensor]  # a group: [T] int64 = block * block_size + offset; -1 skips
     query_start_loc_host: np.ndarray
     seq_lens_host: np.ndarray
-    block_tables_host: list[np.ndarray]
+    block_tables_host: Mapping[int, np.ndarray] | Sequence[np.ndarray]  # read when it is planned
     block_size: int
 
     def host_args(self) -> HostArgs:

@@ -237,9 +237,8 @@ class Engine:
                 reply = CallReply(call.call_id, self._sleep.call(call))
             except WorkerFailed:
                 raise
-            except (
-                Exception
-            ) as error:  # a call that fails is its caller's trouble, not the engine's
+            except Exception as error:
+                # a call that fails is its caller's trouble, not the engine's
                 reply = CallReply(call.call_id, error=str(error) or type(error).__name__)
             if call.method == "wake":  # graphs may be gone: ask again
                 self._capturing = self._graphs_planned > 0

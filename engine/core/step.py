@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.engine.core.sampling import SamplingParams
 
-SCHEMA_VERSION = 2  # exchanged in hello: a stale worker cannot attach
+SCHEMA_VERSION = 3  # exchanged in hello: a stale worker cannot attach
 
 
 class NewRow(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class StepPlan(msgspec.Struct):
 
     `num_computed[i]` tokens of row `rows[i]` are in the KV cache before the step; the step computes the next
     `num_new[i]`. `sample[i]`: the chunk reaches the last known position, so a token is sampled at
-    position num_computed + num_new. Arrays are numpy int32 in process, bytes on the wire (encode/decode below).
+    position num_computed + num_new. Arrays are numpy in process; on the wire dtype, shape and bytes.
     """
 
     step_id: int
@@ -70,9 +70,8 @@ class StepResult(msgspec.Struct):
 
     step_id: int
     token_ids: np.ndarray  # [B] int32
-    logprobs: dict[
-        int, TokenLogprobs
-    ]  # index in the plan -> its sampled token's logprobs, where asked
+    # index in the plan -> its sampled token's logprobs, where asked
+    logprobs: dict[int, TokenLogprobs]
     # index in the plan -> one entry a prompt position of this chunk whose next token is a prompt token:
     # entry j is about prompt token num_computed + j + 1
     prompt_logprobs: dict[int, list[TokenLogprobs]]
@@ -83,63 +82,17 @@ class StepResult(msgspec.Struct):
     graphs: int = 0  # captured so far
 
 
-_PLAN_ARRAYS = (
-    ("rows", np.int32),
-    ("num_computed", np.int32),
-    ("num_new", np.int32),
-    ("sample", np.bool_),
-    ("block_updates", np.int32),
-)
-
-
 def _enc_hook(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(value).tobytes()
+        return value.dtype.str, value.shape, value.tobytes()
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
-class _WirePlan(msgspec.Struct):
-    step_id: int
-    rows: bytes
-    num_computed: bytes
-    num_new: bytes
-    sample: bytes
-    num_decode: int
-    new_rows: list[NewRow]
-    block_updates: bytes
+def _dec_hook(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-class _WireResult(msgspec.Struct):
-    step_id: int
-    token_ids: bytes
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    nan_rows: list[int]
-    device_ms: float = 0.0
-    error: str = ""
-    retry: bool = False
-    graphs: int = 0
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_plan_decoder = msgspec.msgpack.Decoder(_WirePlan)
-_result_decoder = msgspec.msgpack.Decoder(_WireResult)
-
-
-def encode(message: StepPlan | StepResult) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_plan(data: bytes | memoryview) -> StepPlan:
-    wire = _plan_decoder.decode(data)
-    arrays = {name: np.frombuffer(getattr(wire, name), dtype) for name, dtype in _PLAN_ARRAYS}
-    arrays["block_updates"] = arrays["block_updates"].reshape(-1, 4)
-    return StepPlan(
-        step_id=wire.step_id, num_decode=wire.num_decode, new_rows=wire.new_rows, **arrays
-    )
-
-
-def decode_result(data: bytes | memoryview) -> StepResult:
-    wire = _result_decoder.decode(data)
-    fields = {name: getattr(wire, name) for name in wire.__struct_fields__ if name != "token_ids"}
-    return StepResult(token_ids=np.frombuffer(wire.token_ids, np.int32), **fields)
+encode = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=_dec_hook).decode
+decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=_dec_hook).decode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from headrace.engine.config.settings import GraphSettings
 from headrace.engine.core.step import StepPlan
 from headrace.engine.models.base import Model, StepContext
-from headrace.engine.runner.batch import StaticInputs, StepInputs
+from headrace.engine.runner.batch import SampleInputs, StaticInputs, StepInputs
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime
 from headrace.platforms.graph import Graph, GraphKey, GraphSupport, GraphTraits
@@ -52,12 +53,21 @@ class StaticBuffers:
         return tensor
 
 
-class _Body:
-    """What is captured: the model over inputs of fixed address. Its result stays where the capture put it."""
+# logits [N, V] and inputs -> ids [N] int32, which are in the rows' token pool by then
+Choose = Callable[[torch.Tensor, SampleInputs], torch.Tensor]
 
-    def __init__(self, model: Model, step: StepInputs, device: torch.device) -> None:
-        self._model = model
+
+class Body:
+    """What is captured: the model over inputs of fixed address. Its result stays where the capture put it: `hidden`, or
+    of a step that is captured from its gathers to what it samples, `raw` logits and `ids` of all its rows."""
+
+    def __init__(
+        self, model: Model, step: StepInputs, device: torch.device, choose: Choose
+    ) -> None:
+        self._model, self._choose = model, choose
         self._token_ids, self._positions = step.token_ids, step.positions
+        self._gather, self._sample = step.gather, step.sample
+        self.raw = self.ids = torch.empty(0)
         self._context = StepContext()
         self._buffers = [StaticBuffers(device) for _ in model.plan_keys]
         self.hidden = torch.empty(0)
@@ -70,7 +80,12 @@ class _Body:
         ]
 
     def __call__(self) -> None:
+        if self._gather is not None:
+            self._gather()
         self.hidden = self._model.forward(self._token_ids, self._positions, self._context)
+        if self._gather is not None:
+            self.raw = self._model.logits(self.hidden)
+            self.ids = self._choose(self.raw, self._sample)
 
 
 @dataclass(slots=True)
@@ -88,7 +103,8 @@ class StepGraphs:
     # Run a body once before it is captured: kernels are then loaded and tuned outside of the capture. Without streams
     # a capture runs the body, so it costs a step and may as well come at once.
     warm: bool
-    _captured: dict[GraphKey, tuple[Graph, _Body]] = field(default_factory=dict)
+    choose: Choose
+    _captured: dict[GraphKey, tuple[Graph, Body]] = field(default_factory=dict)
     _asked: dict[GraphKey, int] = field(default_factory=dict)
     # Steps of these are padded all the same: other ranks may have the graph, and all must do the same work.
     _failed: set[GraphKey] = field(default_factory=set)
@@ -117,25 +133,29 @@ class StepGraphs:
         done = self._captured.keys() | self._failed
         return next((key for key in self.keys if key not in done), None)
 
-    def run(self, key: GraphKey, step: StepInputs) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden] of a step padded to the key; valid until the next one."""
+    def run(self, key: GraphKey, step: StepInputs) -> Body:
+        """A step padded to the key; what it gives is valid until the next one."""
         if key in self._failed or (key not in self._captured and not self.capture(key, step)):
-            body = _Body(self.model, step, self.runtime.device)
-            body.plan(step)
+            body = self.body(step)
             body()
-            return body.hidden
+            return body
         graph, body = self._captured[key]
         body.plan(step)
         graph.replay(step.view.host_args())
-        return body.hidden
+        return body
+
+    def body(self, step: StepInputs) -> Body:
+        """Of a step that is ready to be run."""
+        body = Body(self.model, step, self.runtime.device, self.choose)
+        body.plan(step)
+        return body
 
     def capture(self, key: GraphKey, step: StepInputs) -> bool:
         """Capture, on any step padded to the key. False when that failed: it is not tried again."""
-        body = _Body(self.model, step, self.runtime.device)
+        body = self.body(step)
         if self.warm:
-            body.plan(step)
             body()
-        body.plan(step)
+            body.plan(step)
         backend = self.runtime.graphs()
         try:
             with backend.session():

@@ -11,9 +11,8 @@ def estimate_activations(
     spec: ModelSpec, tokens: int, seqs: int, world: int, slice_elements: int
 ) -> int:
     """Bytes that a step of `tokens` tokens, of which `seqs` sample, holds at its peak on one of `world` ranks."""
-    streams = (
-        6 * spec.hidden
-    )  # residual, input and output of a block, norms, a copy for the sum over ranks
+    # residual, input and output of a block, norms, a copy for the sum over ranks
+    streams = 6 * spec.hidden
     heads = 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     wide = max(3 * spec.intermediate, heads) // world
     logits = seqs * spec.vocab * _FLOAT

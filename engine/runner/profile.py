@@ -159,8 +159,8 @@ class _WithHead:
         inputs = self._inputs
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._context)
         view = inputs.view
-        if view.num_decode_reqs < view.num_reqs:
-            hidden = hidden.index_select(0, inputs.sample.logit_index)
+        if (chosen := inputs.sample.logit_index) is not None:
+            hidden = hidden.index_select(0, chosen)
         self._model.logits(hidden[: view.num_reqs])
 
 
@@ -242,7 +242,10 @@ def in_flight(runner: Runner, load: Load, numbers: range, spans: Spans) -> None:
 def _inputs(runner: Runner, spans: Spans) -> StepInputs:
     """Of the step that was last, built once more: its tokens and blocks are in place."""
     assert runner._builder is not None, "init_kv comes first"
-    return runner._builder.build(*spans.built)
+    inputs = runner._builder.build(*spans.built)
+    if inputs.gather is not None:
+        inputs.gather()
+    return inputs
 
 
 def _taped(runner: Runner, load: Load, spans: Spans) -> list[OpRow]:

@@ -49,10 +49,11 @@ class Rows:
         # zeros, not empty: an operating system hands out zero pages lazily, so unused rows cost nothing on a CPU
         self.tokens = torch.zeros((rows + 1, self.width), dtype=torch.int32, device=runtime.device)
         self.prompt_len = np.zeros(rows + 1, np.int32)
-        self.temperature = np.zeros(rows + 1, np.float32)
-        self.top_k = np.zeros(rows + 1, np.int32)
-        self.top_p = np.ones(rows + 1, np.float32)
-        self.min_p = np.zeros(rows + 1, np.float32)
+        # what the sampling op is told of each row, in one array: one gather takes all
+        self.options = np.zeros((4, rows + 1), np.int32)
+        self.temperature, self.top_p, self.min_p = self.options[:3].view(np.float32)
+        self.top_k = self.options[3]
+        self.top_p.fill(1.0)
         self.seed = np.zeros(rows + 1, np.uint64)
         self.min_tokens = np.zeros(rows + 1, np.int32)
         self.logprobs = np.full(rows + 1, -1, np.int32)
@@ -91,11 +92,7 @@ class Rows:
         arrays = [np.frombuffer(new.token_ids, np.int32) for new in plan.new_rows]
         updates = plan.block_updates
         if len(updates):
-            group, row, index = updates[:, 0], updates[:, 1], updates[:, 2]
-            self.tables_host[group, row, index] = updates[:, 3]
-            flat = np.ravel_multi_index((group, row, index), self.tables_host.shape)
-            # Read back: an entry changed twice is written twice with the same, last value, in whatever order.
-            arrays += [flat.astype(np.int64), self.tables_host[group, row, index]]
+            arrays += self.change(updates)
         if not arrays:
             return
         views = self._transfers.send(*arrays)
@@ -103,6 +100,15 @@ class Rows:
             self.tokens[new.row, : len(tokens)].copy_(tokens)
         if len(updates):
             self.tables.view(-1)[views[-2]] = views[-1]
+
+    def change(self, updates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Enter block changes on the host -> places in the flat tables [N] int64 and what is there now [N] int32."""
+        _, rows, blocks = self.tables_host.shape
+        flat = (updates[:, 0].astype(np.int64) * rows + updates[:, 1]) * blocks + updates[:, 2]
+        tables = self.tables_host.reshape(-1)
+        tables[flat] = updates[:, 3]
+        # Read back: an entry changed twice is written twice with the same, last value, in whatever order.
+        return flat, tables[flat]
 
     def _enter(self, new: NewRow) -> None:
         row, params = new.row, new.sampling

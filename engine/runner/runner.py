@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,18 +14,12 @@ import torch
 from headrace.engine.core.sampling import SamplingParams
 from headrace.engine.core.step import NewRow, StepPlan, StepResult
 from headrace.engine.models.base import Model, StepContext
-from headrace.engine.runner.batch import BatchBuilder, StaticInputs, StepInputs
-from headrace.engine.runner.graphs import DECODE, RunnerLimits, StepGraphs, graph_keys
+from headrace.engine.runner.batch import BatchBuilder, SampleInputs, StaticInputs, StepInputs
+from headrace.engine.runner.graphs import DECODE, Body, Choose, RunnerLimits, StepGraphs, graph_keys
 from headrace.engine.runner.kv import Reserve, allocate_caches
 from headrace.engine.runner.memory import estimate_activations
 from headrace.engine.runner.rows import Rows
-from headrace.engine.runner.sampler import (
-    SLICE_ELEMENTS,
-    HostLogprobs,
-    Sampler,
-    SamplingOps,
-    score,
-)
+from headrace.engine.runner.sampler import SLICE_ELEMENTS, HostLogprobs, Sampler, SamplingOps, score
 from headrace.engine.runner.staging import Transfers
 from headrace.platforms.collectives import Collectives
 from headrace.platforms.device import DeviceRuntime, Event
@@ -143,17 +138,23 @@ class Runner:
         assert self._builder is not None, "init_kv comes first"
         started = time.perf_counter()
         with torch.inference_mode(), self.runtime.use_stream(self._stream):
-            self.rows.apply(plan)
-            graphs = self._graphs
+            graphs, body, prompt = self._graphs, None, None
             key = graphs.pick(plan) if graphs else None
             if graphs and key:
+                whole = graphs.static.whole and key.phase == DECODE
+                few = len(plan.block_updates) <= self._builder.changes(key.num_reqs)
+                if plan.new_rows or not (whole and few):  # else they are entered with the inputs
+                    self.rows.apply(plan)
                 inputs = self._padded(plan, key, graphs.static)
-                hidden = graphs.run(key, inputs)
+                body = graphs.run(key, inputs)
+                hidden = body.hidden
             else:
+                self.rows.apply(plan)
                 inputs = self._builder.build(plan)
                 hidden = self._forward(inputs)
-            ids, logprobs = self._sample(hidden, inputs)
-            prompt = self._prompt_logprobs(plan, hidden, inputs)
+            ids, logprobs = self._sample(hidden, inputs, body)
+            if plan.num_decode < len(plan.rows):
+                prompt = self._prompt_logprobs(plan, hidden, inputs)
             done = self.runtime.event()
             done.record()
         index = inputs.sample.index
@@ -165,22 +166,34 @@ class Runner:
         return self.model.forward(inputs.token_ids, inputs.positions, StepContext(plans))
 
     def _sample(
-        self, hidden: torch.Tensor, inputs: StepInputs
+        self, hidden: torch.Tensor, inputs: StepInputs, body: Body | None = None
     ) -> tuple[torch.Tensor | None, tuple[np.ndarray, HostLogprobs] | None]:
-        sample = inputs.sample
-        if not len(sample.index):
+        sample, count = inputs.sample, len(inputs.sample.index)
+        if not count:
             return None, None
-        raw = self.model.logits(hidden.index_select(0, sample.logit_index))
-        if self._collectives.rank == 0:
-            ids = self._sampler.sample(raw, sample)
+        ids, where = None, sample.logit_index
+        if body is not None and inputs.gather is not None:  # it has sampled
+            raw, ids = body.raw[:count], body.ids[:count]
         else:
-            ids = torch.empty(len(sample.index), dtype=torch.int32, device=raw.device)
-        # One rank decides: sums that differ in the last bit between ranks can then never split their sequences.
-        ids = self._collectives.broadcast(ids)
-        self.rows.tokens.view(-1).index_copy_(0, sample.out_index, ids.clamp(min=0))
+            chosen = hidden[:count] if where is None else hidden.index_select(0, where)
+            raw = self.model.logits(chosen)
+        if ids is None or self.rows.shaped[sample.rows].any():  # once more, from other logits
+            ids = self._choose(self._sampler.sample, raw, sample)
         if self._collectives.rank != 0:
             return None, None
         return self._transfers.fetch(ids), self._sampler.logprobs(raw, ids, sample)
+
+    def _choose(self, how: Choose, raw: torch.Tensor, sample: SampleInputs) -> torch.Tensor:
+        """Sample, and put what was sampled into the token pool."""
+        if self._collectives.rank == 0:
+            ids = how(raw, sample)
+        else:
+            ids = torch.empty(len(raw), dtype=torch.int32, device=raw.device)
+        # One rank decides: sums that differ in the last bit between ranks can then never split their sequences.
+        ids = self._collectives.broadcast(ids)
+        places = sample.out_index[: len(ids)]
+        self.rows.tokens.view(-1).index_copy_(0, places, ids.clamp(min=0))
+        return ids
 
     def _prompt_logprobs(
         self, plan: StepPlan, hidden: torch.Tensor, inputs: StepInputs
@@ -274,18 +287,19 @@ class Runner:
         keys, runtime = self.graph_keys(), self.runtime
         if not keys:
             return 0
-        largest = max(keys, key=lambda key: key.num_tokens)
-        with torch.inference_mode(), self.on_stream():
-            step = self._dummy_inputs(largest, self._static(keys))
-            runtime.synchronize()
-            runtime.reset_peak_memory()
-            base = runtime.peak_memory()
-            self._forward(step)
-            runtime.synchronize()
-            body = max(runtime.peak_memory() - base, 0)
-        tokens = sum(key.num_tokens for key in keys)
-        own = runtime.graphs().traits.graph_bytes
-        return body * tokens // largest.num_tokens + own * len(keys)
+        total, graphs = runtime.graphs().traits.graph_bytes * len(keys), self._step_graphs(keys)
+        for phase in {key.phase for key in keys}:
+            sizes = {key.num_tokens: key for key in keys if key.phase == phase}
+            largest = max(sizes)
+            with torch.inference_mode(), self.on_stream():
+                body = graphs.body(self._dummy_inputs(sizes[largest], graphs.static))
+                runtime.synchronize()
+                runtime.reset_peak_memory()
+                base = runtime.peak_memory()
+                body()
+                runtime.synchronize()
+            total += max(runtime.peak_memory() - base, 0) * sum(sizes) // largest
+        return total
 
     def warm_up(self, progress: PhaseProgress) -> None:
         """Run every kind of step once through the real path. Graphs are captured later, while the server runs."""
@@ -294,9 +308,7 @@ class Runner:
         self._dummy([chunk], _FILTERED)
         keys = self.graph_keys()
         if keys:
-            warm = self._stream is not None
-            static = self._static(keys)
-            self._graphs = StepGraphs(self.model, self.runtime, static, keys, warm)
+            self._graphs = self._step_graphs(keys)
         self._dummy([1], _GREEDY)
 
     def _dummy(self, num_new: Sequence[int], sampling: SamplingParams) -> None:
@@ -319,16 +331,21 @@ class Runner:
                 graphs.capture(key, self._dummy_inputs(key, graphs.static))
         return key is not None
 
-    def _static(self, keys: Sequence[GraphKey]) -> StaticInputs:
+    def _step_graphs(self, keys: list[GraphKey]) -> StepGraphs:
         device, rows = self.runtime.device, max(key.num_reqs for key in keys)
         tokens = max(key.num_tokens for key in keys)
-        return StaticInputs(
+        streams = self._stream is not None  # else a graph holds native calls, and no gathers
+        late = (impl.reads_tables for impl in self.model.attention_impls)
+        static = StaticInputs(
             torch.zeros(tokens, dtype=torch.int32, device=device),
             [
                 torch.zeros((rows, table.shape[1]), dtype=torch.int32, device=device)
                 for table in self.rows.tables
             ],
+            streams and self._sampler.capturable and not any(late),
         )
+        choose = partial(self._choose, self._sampler.unshaped)
+        return StepGraphs(self.model, self.runtime, static, keys, streams, choose)
 
     def _dummy_inputs(self, key: GraphKey, static: StaticInputs) -> StepInputs:
         num_new = [1] * key.num_reqs if key.phase == DECODE else [key.num_tokens]
@@ -340,12 +357,6 @@ class Runner:
         assert self._builder is not None, "init_kv comes first"
         fill = 0 if key.phase == DECODE else key.num_tokens
         return self._builder.build(plan, key.num_reqs, static, fill)
-
-    def inputs(self, plan: StepPlan, size: int, static: StaticInputs) -> StepInputs:
-        """A dummy plan's inputs, padded to `size`, at fixed addresses: for graphs."""
-        assert self._builder is not None, "init_kv comes first"
-        self.rows.apply(plan)
-        return self._builder.build(plan, size, static)
 
     def on_stream(self) -> AbstractContextManager[None]:
         return self.runtime.use_stream(self._stream)

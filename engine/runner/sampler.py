@@ -66,13 +66,20 @@ class Sampler:
         self._sample = ops.sample
         self._fast_greedy = getattr(ops.sample, "fast_greedy", False)
         self._guarded = getattr(ops.sample, "guarded", None)
+        self.capturable = self._guarded is not None  # `unshaped` may be part of a graph
         self._transfers = transfers
+
+    def unshaped(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
+        """As `sample`, of rows that ask for no change of their logits; the host decides nothing."""
+        assert self._guarded is not None
+        ids: torch.Tensor = self._guarded(raw, *options(inputs, len(raw)), False)
+        return ids
 
     def sample(self, raw: torch.Tensor, inputs: SampleInputs) -> torch.Tensor:
         """raw logits [R, V] float32, kept -> ids [R] int32; -1 where a row's logits are not finite."""
         logits = self._shape(raw, inputs)
         if self._guarded and logits is raw:
-            return self._guarded(raw, *options(inputs), inputs.greedy)
+            return self._guarded(raw, *options(inputs, len(raw)), inputs.greedy)
         plain = inputs.greedy and not self._fast_greedy
         ids = logits.argmax(-1) if plain else self._draw(logits, inputs)
         # A sum is finite only if every term is: one pass, no [R, V] temporary.
@@ -82,8 +89,9 @@ class Sampler:
         count, vocab = logits.shape
         # an op that marks rows on its way makes no copies of them
         step = count if self._guarded else max(1, SLICE_ELEMENTS // vocab)
+        asked = options(inputs, count)
         parts = [
-            self._sample(logits[low : low + step], *(a[low : low + step] for a in options(inputs)))
+            self._sample(logits[low : low + step], *(a[low : low + step] for a in asked))
             for low in range(0, count, step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -148,9 +156,10 @@ class Sampler:
         return HostLogprobs(k, *(self._transfers.fetch(tensor) for tensor in numbers))
 
 
-def options(inputs: SampleInputs) -> tuple[torch.Tensor, ...]:
-    """In the order in which the op takes them."""
-    return inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform
+def options(inputs: SampleInputs, count: int) -> tuple[torch.Tensor, ...]:
+    """Of the first rows, in the order in which the op takes them."""
+    found = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.uniform)
+    return found if len(found[0]) == count else tuple(option[:count] for option in found)
 
 
 def score(op: LogprobsOp, raw: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:

@@ -60,9 +60,8 @@ def _too_many_parts(data: bytes) -> bool:
     """Counts without parsing; in whole-body operations, which take milliseconds for the largest body."""
     if _marks(data, b'[{"') <= MAX_PARTS and data.count(b",") <= MAX_VALUES:
         return False  # even if none of them stood inside a string
-    bare = data.replace(rb"\\", b"").replace(
-        rb"\"", b""
-    )  # from here on every quote begins or ends a string
+    # from here on every quote begins or ends a string
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = bare.count(b'"') // 2
     if strings > MAX_PARTS:
         return True

@@ -18,10 +18,7 @@ def echo_text(tokenizer: Tokenizer, prompt: Prompt, skip_special_tokens: bool) -
 
 
 def echo_tokens(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    logprobs: list[TokenLogprobs],
-    skip_special_tokens: bool,
+    tokenizer: Tokenizer, prompt: Prompt, logprobs: list[TokenLogprobs], skip_special_tokens: bool
 ) -> list[ShownToken]:
     """One entry a prompt token; `logprobs` are about the second and on, the first has none.
 

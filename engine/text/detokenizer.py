@@ -21,10 +21,7 @@ class Detokenizer:
     __slots__ = ("_bytes_of", "_pending", "_skipped", "_strip")
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        skip_special_tokens: bool = True,
-        start_of_text: bool = False,
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, start_of_text: bool = False
     ):
         self._bytes_of = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()

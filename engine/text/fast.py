@@ -139,9 +139,7 @@ class FastTokenizer:
         self._prefix, self._suffix = parts.prefix, parts.suffix
         added = backend.get_added_tokens_decoder()
         self.vocab_size = max(
-            parts.size,
-            backend.get_vocab_size(with_added_tokens=False),
-            max(added, default=-1) + 1,
+            parts.size, backend.get_vocab_size(with_added_tokens=False), max(added, default=-1) + 1
         )
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(parts.eos_token_ids))

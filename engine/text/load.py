@@ -136,10 +136,7 @@ def _id_of(backend: Backend, token: str | None) -> int | None:
 
 
 def _add_tokens(
-    parts: TokenizerParts,
-    folder: str,
-    config: Mapping[str, Any],
-    special_map: Mapping[str, Any],
+    parts: TokenizerParts, folder: str, config: Mapping[str, Any], special_map: Mapping[str, Any]
 ) -> None:
     """Tokens that stand beside tokenizer.json: added_tokens_decoder, added_tokens.json, named and extra ones."""
     backend = parts.backend

@@ -15,9 +15,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # ids are 0 <= id < vocab_size (added tokens included)
     bos_token_id: int | None
-    eos_token_ids: tuple[
-        int, ...
-    ]  # every id that ends a turn (generation_config and template marks included)
+    # every id that ends a turn (generation_config and template marks included)
+    eos_token_ids: tuple[int, ...]
     special_ids: frozenset[int]
     chat_template: str | None
     # decode drops one space at the start of a text: SentencePiece writes one in front of the first word

@@ -23,9 +23,8 @@ _SMALL = re.compile(r"^[^/]+\.(json|jinja|txt|model)$")
 _QUANT = re.compile(r"(?i)(?:^|[-._/])((?:iq|q|tq|mxfp|bf|fp|f)\d+(?:_[a-z0-9]+)*)(?=$|[-._/])")
 _POLL = 0.2  # seconds
 
-Choice = Callable[
-    ["HubRequest", Sequence[str]], list[str]
-]  # of a repository's files, those to download
+# of a repository's files, those to download
+Choice = Callable[["HubRequest", Sequence[str]], list[str]]
 
 
 class HubRequest(NamedTuple):

@@ -72,9 +72,8 @@ class TorchSource:
 def _load(path: str) -> dict[str, torch.Tensor]:
     try:
         state = _open(path)
-    except (
-        Exception
-    ) as error:  # torch raises half a dozen types for damaged files and for code in them
+    except Exception as error:
+        # torch raises half a dozen types for damaged files and for code in them
         reason = str(error).split("\n", 1)[0]
         raise ModelError(
             f"{path} cannot be read as plain weights ({reason}); download it again, or use the safetensors files"

@@ -11,12 +11,7 @@ from headrace.engine.weights.ggml_types import GGMLType
 Tensor = torch.Tensor
 
 # Types whose values are numbers of torch's own, by ggml's name.
-PLAIN = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def unpack(kind: GGMLType, raw: Tensor) -> Tensor:

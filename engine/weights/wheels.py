@@ -27,9 +27,8 @@ from typing import BinaryIO, NamedTuple
 from headrace.engine.config.env import child_environment
 from headrace.engine.weights.source import ModelError
 
-Progress = Callable[
-    [float, float, str], None
-]  # bytes done, bytes in all (0 = unknown), what is going on
+# bytes done, bytes in all (0 = unknown), what is going on
+Progress = Callable[[float, float, str], None]
 
 _PAYLOAD = re.compile(r"\.(gguf|part\d+)$")
 _POLL = 0.1  # seconds

@@ -15,13 +15,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from headrace.engine.core.step import SCHEMA_VERSION
-from headrace.engine.workers.messages import (
-    Failed,
-    Hello,
-    Setup,
-    pack,
-    unpack_for_worker,
-)
+from headrace.engine.workers.messages import Failed, Hello, Setup, pack, unpack_for_worker
 
 
 def main(fd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,15 +16,7 @@ import torch
 
 from headrace.engine.core.step import StepPlan, StepResult
 from headrace.engine.weights.source import ModelError
-from headrace.engine.workers.messages import (
-    Call,
-    Close,
-    Failed,
-    FromWorker,
-    Progress,
-    Reply,
-    Setup,
-)
+from headrace.engine.workers.messages import Call, Close, Failed, FromWorker, Progress, Reply, Setup
 from headrace.engine.workers.worker import PHASES, UTILITIES, Worker
 from headrace.platforms.probe import PlatformError
 from headrace.platforms.registry import SelectionError
@@ -122,7 +115,10 @@ class WorkerLoop:
             self._send(answer)
 
     def _failed(self, plan: StepPlan, error: Exception) -> StepResult:
-        log.error("step %d failed", plan.step_id, exc_info=error)
+        # As text: a record that somebody keeps would keep the frames of the step too, and in them its tensors, without
+        # whose memory the next, smaller step may not pass either.
+        log.error("step %d failed\n%s", plan.step_id, "".join(traceback.format_exception(error)))
+        traceback.clear_frames(error.__traceback__)
         memory = is_out_of_memory(error)
         text = f"the device ran out of memory: {sentence(error)}" if memory else sentence(error)
         if self._setup.world > 1:

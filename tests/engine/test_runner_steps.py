@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from headrace.platforms.kv_layout import CANONICAL, KVGroup, KVPlan, KVSpec
 from headrace.platforms.ops import Ops
 from headrace.platforms.queries import SampleQuery
 from headrace.platforms.reference.attention import Plan, ReferenceAttention
+from headrace.platforms.reference.sampling import sample
 from headrace.platforms.registry import Implementation, Registry
 from tests.engine.tiny_models import Tiny, make_tiny, prompt
 
@@ -66,6 +69,44 @@ class WithPrompts(FixedAttention):
     graph = GraphSupport.ALWAYS
 
 
+class LateTables(ReferenceAttention):
+    """Looks at block tables when it attends: what is captured is the whole step."""
+
+    graph = GraphSupport.DECODE_ONE
+
+    def plan(self, batch: BatchView, group: int, static: Any | None = None) -> Plan:
+        plan = super().plan(batch, group)
+        plan.block_table = batch.block_tables[group]
+        return plan
+
+    def attend(self, q: torch.Tensor, *caches: Any, **named: Any) -> torch.Tensor:
+        *pair, plan = caches
+        late = dataclasses.replace(plan, block_table=plan.block_table.long())
+        return super().attend(q, *pair, late, **named)
+
+
+class GuardedSample:
+    """The reference's, as an op that may be captured."""
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return sample(*args)
+
+    def guarded(self, logits: torch.Tensor, *options: Any) -> torch.Tensor:
+        assert all(len(option) == len(logits) for option in options[:-1])
+        ids = sample(logits, *options[:-1])
+        return torch.where(logits.sum(-1).isfinite(), ids, -1).to(torch.int32)
+
+
+class Streams(CpuRuntime):
+    """A device with streams, as far as the engine can tell."""
+
+    def stream(self) -> Any:
+        return object()
+
+    def use_stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+
 @dataclass
 class Recorded(Graph):
     body: Callable[[], None]
@@ -94,12 +135,12 @@ class RecordingGraphs(GraphBackend):
     prompts: dict[int, Recorded] = field(default_factory=dict)
 
     def session(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
     def capture(self, key: GraphKey, body: Any, host: HostArgs) -> Graph:
         assert key.num_reqs == len(host.seq_lens) and key.num_tokens == len(body._token_ids)
+        if body._gather is not None:  # whatever was there is not looked at
+            body._token_ids.fill_(1 << 30)
         tensors = [body._token_ids, body._positions]
         tensors += [plan.block_table for plan in body._context.plans]
         recorded = Recorded(body, tensors)
@@ -118,10 +159,12 @@ class Stepper:
         own: bool = False,
         graphs: GraphSettings | None = None,
         attention: type[ReferenceAttention] = FixedAttention,
+        whole: bool = False,
     ) -> None:
-        """`own`: with the CPU's own implementations in place of the reference's."""
+        """`own`: with the CPU's own implementations in place of the reference's. `whole`: what is captured goes from
+        the gathers of a step to what it samples."""
         info = CpuPlatform.probe()[0]
-        self.runtime = CpuRuntime(info)
+        self.runtime = (Streams if whole else CpuRuntime)(info)
         self.backend = RecordingGraphs()
         if capture:
             self.runtime.graphs = lambda: self.backend  # type: ignore[method-assign]
@@ -137,7 +180,9 @@ class Stepper:
         self.model.load_weights(tiny.source, lambda done, total, text: None)
         vocab = tiny.source.spec.vocab
         query = SampleQuery(vocab, ROWS)
-        bound = (ops.bind(op, query) for op in ("sample", "logprobs", "penalties"))
+        bound = [ops.bind(op, query) for op in ("sample", "logprobs", "penalties")]
+        if whole:
+            bound[0] = GuardedSample()
         limits = RunnerLimits(ROWS, max_tokens, 256, graphs or GraphSettings())
         self.runner = Runner(
             self.model, SamplingOps(*bound), self.runtime, SoloCollectives(), limits
@@ -207,6 +252,66 @@ def test_captured_steps_equal_plain_ones(tiny: Tiny) -> None:
     replays = {size: graph.replays for size, graph in captured.backend.graphs.items()}
     assert replays == {1: 5, 2: 4, 4: 4, 8: 8}  # one of the warm-up
     assert not plain.backend.graphs
+
+
+SAMPLED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=3),
+    SamplingParams(temperature=0.0, repetition_penalty=1.7),
+    SamplingParams(temperature=0.8, top_k=9, seed=4, logprobs=2),
+    SamplingParams(temperature=0.0, logit_bias={7: 3.0}, logprobs=0),
+)
+
+
+def test_whole_steps_equal_plain_ones(tiny: Tiny) -> None:
+    """Sampled within the graph; once more outside where a row changes its logits. Block tables change in between."""
+    plain = Stepper(tiny, whole=True, graphs=GraphSettings(eager=True))
+    captured = Stepper(tiny, capture=True, attention=LateTables, whole=True)
+    answers: list[list[Any]] = []
+    for stepper in (plain, captured):
+        for row, params in enumerate(SAMPLED):
+            stepper.add(row, prompt(10 + 7 * row), params)
+        given, first = stepper.updates, 10 + 7 * len(SAMPLED)
+        stepper.updates = [update for update in given if update[2] <= first // SIZE]
+        late = [update for update in given if update not in stepper.updates]
+        found = [stepper.step(*range(5))]
+        for count, rows in enumerate(((0, 1, 2, 3, 4), (3, 1), (4, 0, 2), (0,), (1, 0)) * 7):
+            # many in a step that is not captured yet, two in each of the last, which are
+            stepper.updates, late = {3: (late[:-10], late[-10:])}.get(count, ([], late))
+            if count >= 30:
+                stepper.updates, late = late[:2], late[2:]
+            found.append(stepper.step(*rows))
+        assert not late
+        answers.append(found)
+        assert np.array_equal(stepper.runner.rows.tables.numpy(), stepper.runner.rows.tables_host)
+    for one, other in zip(*answers, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist() and not other.nan_rows
+        assert one.logprobs.keys() == other.logprobs.keys()
+        for index, entry in one.logprobs.items():
+            assert entry.top_ids == other.logprobs[index].top_ids
+            assert entry.logprob == pytest.approx(other.logprobs[index].logprob, abs=1e-4)
+    replays = {size: graph.replays for size, graph in captured.backend.graphs.items()}
+    # the warm-up was one step of one request
+    assert replays == {1: 8 - PATIENCE, 2: 14 - PATIENCE, 4: 7 - PATIENCE, 8: 7 - PATIENCE}
+
+
+def test_a_row_of_a_whole_step_that_is_not_finite_fails_alone(tiny: Tiny) -> None:
+    stepper = Stepper(tiny, capture=True, attention=LateTables, whole=True)
+    for row in range(2):
+        stepper.add(row, prompt(20 + row), SamplingParams(temperature=0.0))
+    stepper.step(0, 1)
+    for _ in range(PATIENCE + 1):
+        assert min(stepper.step(0, 1).token_ids) >= 0
+    logits = stepper.runner.model.logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        found[1, 5] = torch.nan
+        return found
+
+    stepper.runner.model.logits = broken  # type: ignore[method-assign]
+    result = stepper.step(0, 1)
+    assert result.nan_rows == [1] and result.token_ids[0] >= 0 and result.token_ids[1] == -1
 
 
 def test_mixed_steps_are_not_replayed(tiny: Tiny) -> None:

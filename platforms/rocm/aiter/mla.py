@@ -44,6 +44,7 @@ class LatentPlan(Plan):
 
 class AiterMLA(TritonMLA):
     graph = GraphSupport.DECODE_ONE
+    reads_tables = True
 
     def __init__(self, query: AttentionQuery, runtime: DeviceRuntime) -> None:
         super().__init__(query, runtime)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.engine.core.sampling import SamplingParams
 from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.graph import GraphSupport
 from tests.engine.driver import LocalEngine, config_for, greedy
@@ -67,6 +68,32 @@ def test_greedy_tokens(truth, monkeypatch, graphs, chunk, overlap):
     with CudaEngine(truth.folder, max_num_batched_tokens=chunk, overlap=overlap) as engine:
         truth.check(engine.run(truth.prompts, truth.params))
         truth.check(engine.run(truth.prompts, truth.params))
+
+
+def test_what_is_sampled_in_a_graph_is_what_is_sampled_without(tmp_path, monkeypatch):
+    """Greedy and drawn within the graph, from changed logits behind it, and log-probabilities of the graph's logits."""
+    from headrace.platforms.triton.attention import TritonAttention
+    from tests.engine.tiny_models import make_tiny, prompt
+
+    make_tiny("llama", tmp_path)
+    params = [
+        greedy(40),
+        greedy(40, logprobs=2),
+        greedy(40, repetition_penalty=1.5),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=40),
+        SamplingParams(temperature=0.8, top_p=0.7, seed=4, max_tokens=40, logprobs=1),
+        SamplingParams(temperature=0.8, top_k=7, seed=5, max_tokens=40, logit_bias={11: 2.0}),
+        SamplingParams(temperature=1.2, min_p=0.05, seed=6, max_tokens=40),
+    ]
+    prompts = [prompt(length) for length in (5, 17, 30, 3, 64, 9, 21)]
+    found = []
+    for support in (TritonAttention.graph, GraphSupport.NEVER):
+        monkeypatch.setattr(TritonAttention, "graph", support)
+        with CudaEngine(tmp_path, dtype="float32") as engine:
+            alone = engine.run(prompts[:1], params[3])  # 40 steps of one request
+            found.append([*alone, *engine.run(prompts, params)])
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens and len(one.tokens) == 40 and not one.error
 
 
 def test_a_worker_process(truth):

@@ -47,6 +47,8 @@ class SimPlatform(Platform):
     def implementations(self) -> Iterable[Implementation]:
         target = "headrace_simulated.attention:SimAttention"
         yield Implementation("paged_attention", "sim", target, rank=10, source="sim")
+        target = "headrace_simulated.sampling:SimSample"
+        yield Implementation("sample", "sim", target, rank=10, per_query=True, source="sim")
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace_simulated.runtime import SimRuntime
