@@ -25,6 +25,17 @@ def rows_at(
     return tl.load(rows[:, None] + at[None, :], mask=live, other=0.0)
 
 
+@triton.jit
+def tile_at(tiles, starts, seq_lens, tile, count):
+    """(request, first token in the tile, first row of the request, its tokens, keys before them)."""
+    there = tile < count
+    request = tl.load(tiles + 2 * tile, mask=there, other=0)
+    first = tl.load(tiles + 2 * tile + 1, mask=there, other=0)
+    start = tl.load(starts + request)
+    tokens = tl.load(starts + request + 1) - start
+    return request, first, start, tokens, tl.load(seq_lens + request) - tokens
+
+
 @triton.jit(do_not_specialize=["table_stride", "count"])
 def prefill_kernel(
     out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
@@ -50,14 +61,12 @@ def prefill_kernel(
     order = tl.arange(0, BLOCK_N)
     heads = head * GROUP + row % GROUP
     k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    request, first, start, tokens, context = tile_at(
+        tiles, starts, seq_lens, tl.program_id(0), count
+    )
     after_previous(PDL)
     let_next_start(PDL)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        request = tl.load(tiles + 2 * tile)
-        first = tl.load(tiles + 2 * tile + 1)
-        start = tl.load(starts + request)
-        tokens = tl.load(starts + request + 1) - start
-        context = tl.load(seq_lens + request) - tokens
         token = first + row // GROUP
         live = (row < TOKENS * GROUP) & (token < tokens)
         rows = (start + token).to(tl.int64)
@@ -78,6 +87,9 @@ def prefill_kernel(
             total = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
         blocks = table + request.to(tl.int64) * table_stride
+        request, first, start, tokens, context = tile_at(
+            tiles, starts, seq_lens, tile + tl.num_programs(0), count
+        )
         key = begin + order
         ids = tl.load(blocks + key // SIZE, mask=key < end, other=0)
         for n in range(begin, end, BLOCK_N):
