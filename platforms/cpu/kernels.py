@@ -21,7 +21,7 @@ from headrace.platforms.cpu.numa import Placement
 from headrace.platforms.cpu.packed_weights import PackedWeights
 from headrace.platforms.graph import OpTime
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 _PACK_BYTES, _ROWS = (
     1 << 23,
     256,
@@ -112,7 +112,9 @@ Experts = _struct(
     "rows top_k experts hidden intermediate format down_format act dtype",
 )
 Logprobs = _struct("Logprobs", "x ids own rank top top_ids", "x_stride", "rows n k")
-Sample = _struct("Sample", "x temperature top_k top_p min_p uniform ids", "x_stride", "rows n")
+Sample = _struct(
+    "Sample", "x temperature top_k top_p min_p uniform ids", "x_stride", "rows n guarded"
+)
 
 
 def _open(path: Path) -> ctypes.CDLL:

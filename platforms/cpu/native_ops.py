@@ -5,7 +5,7 @@ Every call fills one C struct and makes one native call; during a capture the ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,16 +247,25 @@ class NativeSample:
         min_p: torch.Tensor,
         uniform: torch.Tensor,
     ) -> torch.Tensor:
+        return self._run(logits, (temperature, top_k, top_p, min_p, uniform), torch.int64)
+
+    def guarded(self, logits: torch.Tensor, *options: Any) -> torch.Tensor:
+        """The five options, and whether all rows are greedy, which each says itself here."""
+        return self._run(logits, options[:-1], torch.int32)
+
+    def _run(
+        self, logits: torch.Tensor, options: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
         rows, n = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        options = [option.contiguous() for option in (temperature, top_k, top_p, min_p, uniform)]
-        ids = self._kernels.empty((rows,), torch.int64)
+        options = [option.contiguous() for option in options]
+        ids = self._kernels.empty((rows,), dtype)
         self._kernels.run(
             _SAMPLE,
             native.Sample(
                 logits.data_ptr(), *(option.data_ptr() for option in options), ids.data_ptr(),
-                logits.stride(0), rows, n,
+                logits.stride(0), rows, n, dtype == torch.int32,
             ),
         )  # fmt: skip
         return ids

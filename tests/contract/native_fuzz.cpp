@@ -218,8 +218,17 @@ void sampling(hr_pool* pool) {
     min_p.as<float>()[i] = one_of({0.0f, 0.1f, 1.0f});
     uniform.as<float>()[i] = one_of({0.0f, 0.5f, 0.99999994f});
   }
-  const hr_sample a{x.as<float>(), temperature.as<float>(), top_k.as<int32_t>(), top_p.as<float>(), min_p.as<float>(), uniform.as<float>(), ids.as<int64_t>(), stride, rows, n};
+  const hr_sample a{x.as<float>(), temperature.as<float>(), top_k.as<int32_t>(), top_p.as<float>(), min_p.as<float>(), uniform.as<float>(), ids.as<int64_t>(), stride, rows, n, 0};
+  Memory guarded(rows * 4, 4);
+  hr_sample b = a;
+  b.ids = guarded.as<int32_t>(), b.guarded = 1;
   call(pool, HR_OP_SAMPLE, &a);
+  call(pool, HR_OP_SAMPLE, &b);
+  for (int i = 0; i < rows; ++i) {
+    const float* row = x.as<float>() + i * stride;
+    const bool finite = std::all_of(row, row + n, [](float v) { return std::isfinite(v); });
+    must(guarded.as<int32_t>()[i] == (finite ? ids.as<int64_t>()[i] : -1), "the same id, or none of a row that is not finite");
+  }
   for (int i = 0; i < rows; ++i) must(ids.as<int64_t>()[i] >= 0 && ids.as<int64_t>()[i] < n, "a sampled id lies in the vocabulary");
   const hr_logprobs l{x.as<float>(), ids.as<int64_t>(), own.as<float>(), rank.as<int64_t>(), top.as<float>(), top_ids.as<int64_t>(), stride, rows, n, k};
   call(pool, HR_OP_LOGPROBS, &l);

@@ -50,3 +50,26 @@ def test_any_mixture_of_options_gives_what_the_reference_gives(bind):
                 torch.rand(8, generator=torch_seed),
             )
             assert torch.equal(op(logits, *options), truth(logits, *options))
+
+
+@pytest.mark.parametrize("vocab", [2, 17, 500, 5000])
+def test_guarded_rows_with_a_number_that_is_not_finite_have_no_token(bind, vocab):
+    try:
+        op = bind("sample", SampleQuery(vocab, 8), "native")
+    except SelectionError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(8, vocab + 3, generator=generator)[:, 1 : vocab + 1]
+    uniform = torch.rand(8, generator=generator)
+    rest = (torch.zeros(8, dtype=torch.int32), torch.full((8,), 0.9), torch.zeros(8), uniform)
+    for greedy in (True, False):
+        temperature = torch.zeros(8) if greedy else torch.tensor([0.0, 1.0] * 4)
+        want = op(logits, temperature, *rest)
+        got = op.guarded(logits, temperature, *rest, greedy)
+        assert got.dtype == torch.int32 and torch.equal(got.long(), want)
+        spoilt = logits.clone()
+        for row, bad in ((1, torch.nan), (2, torch.inf), (4, -torch.inf), (5, torch.nan)):
+            spoilt[row, (row * 7919) % vocab] = bad
+        got = op.guarded(spoilt, temperature, *rest, greedy)
+        assert (got[[1, 2, 4, 5]] == -1).all()
+        assert torch.equal(got[[0, 3, 6, 7]].long(), want[[0, 3, 6, 7]])

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-#define HR_ABI_VERSION 8
+#define HR_ABI_VERSION 9
 
 enum hr_dtype { HR_F32 = 0, HR_BF16 = 1, HR_F16 = 2, HR_I8 = 3 };
 
@@ -123,14 +123,15 @@ struct hr_attention {
   float scale, softcap;
 };
 
-/* ids[rows]: one token of each row of logits x[rows, n]; the contract "sample" says which. */
+/* ids[rows]: one token of each row of logits x[rows, n]; the contract "sample" says which. int64; `guarded`: int32, and
+ * -1 where a logit is not finite. */
 struct hr_sample {
   const float *x, *temperature;
   const int32_t* top_k;
   const float *top_p, *min_p, *uniform;
-  int64_t* ids;
+  void* ids;
   int64_t x_stride;
-  int32_t rows, n;
+  int32_t rows, n, guarded;
 };
 
 /* Of each row of logits x[rows, n]: the log-probability and the rank of ids[row], and the k largest; the contract

@@ -13,15 +13,27 @@ constexpr int kBuckets = 2048;
 // Tokens this far below the likeliest (in nats) are looked at only when the answer is not among the nearer ones.
 constexpr float kNear = 16.0f;
 
-// The lowest id among the largest of x[n]; 0 when nothing is larger than minus infinity.
-inline int32_t argmax(const float* x, int64_t n) {
-  vf tops[4] = {set1(x[0]), set1(x[0]), set1(x[0]), set1(x[0])};
+// The lowest id among the largest of x[n]; 0 when nothing is larger than minus infinity. `spoilt`: to become NaN when a
+// number is not finite, unchanged otherwise.
+template <bool GUARD = false>
+inline int32_t argmax(const float* x, int64_t n, float* spoilt = nullptr) {
+  vf tops[4] = {set1(x[0]), set1(x[0]), set1(x[0]), set1(x[0])}, poison[4] = {zero(), zero(), zero(), zero()};
   int64_t i = 0;
   for (; i + 4 * W <= n; i += 4 * W)
-    for (int j = 0; j < 4; ++j) tops[j] = vmax(load(x + i + j * W), tops[j]);
+    for (int j = 0; j < 4; ++j) {
+      const vf v = load(x + i + j * W);
+      tops[j] = vmax(v, tops[j]);
+      if constexpr (GUARD) poison[j] = fma(v, zero(), poison[j]);
+    }
   float best = hmax(vmax(vmax(tops[0], tops[1]), vmax(tops[2], tops[3])));
-  for (; i < n; ++i) best = x[i] > best ? x[i] : best;
-  for (i = 0; i < n; ++i)
+  float rest = GUARD ? sum(add(add(poison[0], poison[1]), add(poison[2], poison[3]))) : 0.0f;
+  for (; i < n; ++i) {
+    best = x[i] > best ? x[i] : best;
+    if constexpr (GUARD) rest += x[i] * 0.0f;
+  }
+  if constexpr (GUARD) *spoilt += rest;
+  for (i = 0; i + W <= n && !any_equal(load(x + i), best);) i += W;
+  for (; i < n; ++i)
     if (x[i] == best) return int32_t(i);
   return 0;
 }
@@ -288,24 +300,29 @@ inline void run_logprobs(const void* p, int chunk, int chunks, Scratch&) {
   });
 }
 
+inline int64_t sampled(const hr_sample& a, int64_t r, Scratch& scratch) {
+  const float* x = a.x + r * a.x_stride;
+  float spoilt = 0.0f;
+  if (a.temperature[r] == 0.0f) {
+    const int32_t id = a.guarded ? argmax<true>(x, a.n, &spoilt) : argmax(x, a.n);
+    return spoilt == 0.0f ? id : -1;
+  }
+  if (a.guarded && (argmax<true>(x, a.n, &spoilt), spoilt != 0.0f)) return -1;
+  Ranked row(x, a.n, a.temperature[r], scratch.need(Ranked::bytes(a.n)));
+  const Filters f{a.top_k[r], a.top_p[r], a.min_p[r], a.uniform[r]};
+  const double total = f.top_k <= 0 || f.top_k >= a.n ? row.total() : 1.0;
+  if (!row.finite() || !std::isfinite(total)) return argmax(x, a.n);
+  int32_t id = draw(row, f, a.n, kNear, total);
+  if (id < 0) id = draw(row, f, a.n, std::numeric_limits<float>::infinity(), total);
+  return id < 0 ? 0 : id;
+}
+
 inline void run_sample(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_sample& a = *static_cast<const hr_sample*>(p);
   each_row(a.rows, chunk, chunks, [&](int64_t r) {
-    const float* x = a.x + r * a.x_stride;
-    if (a.temperature[r] == 0.0f) {
-      a.ids[r] = argmax(x, a.n);
-      return;
-    }
-    Ranked row(x, a.n, a.temperature[r], scratch.need(Ranked::bytes(a.n)));
-    const Filters f{a.top_k[r], a.top_p[r], a.min_p[r], a.uniform[r]};
-    const double total = f.top_k <= 0 || f.top_k >= a.n ? row.total() : 1.0;
-    if (!row.finite() || !std::isfinite(total)) {
-      a.ids[r] = argmax(x, a.n);
-      return;
-    }
-    int32_t id = draw(row, f, a.n, kNear, total);
-    if (id < 0) id = draw(row, f, a.n, std::numeric_limits<float>::infinity(), total);
-    a.ids[r] = id < 0 ? 0 : id;
+    const int64_t id = sampled(a, r, scratch);
+    if (a.guarded) static_cast<int32_t*>(a.ids)[r] = int32_t(id);
+    else static_cast<int64_t*>(a.ids)[r] = id;
   });
 }
 

@@ -131,6 +131,7 @@ inline vf round_even(vf v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEARES
 inline vf scale_pow2(vf v, vf n) { return _mm512_scalef_ps(v, n); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline uint32_t first_bits(int n) { return n <= 0 ? 0 : n >= W ? (1u << W) - 1 : (1u << n) - 1; }
+inline bool any_equal(vf v, float x) { return _mm512_cmp_ps_mask(v, set1(x), _CMP_EQ_OQ) != 0; }
 inline bool any_above(vf v, float limit) { return _mm512_cmp_ps_mask(v, set1(limit), _CMP_GT_OQ) != 0; }
 // v where from <= lane < to, elsewhere `other`.
 inline vf within(vf v, int from, int to, float other) {
@@ -208,6 +209,12 @@ inline vf vabs(vf v) { return vmax(v, -v); }
 inline vf round_even(vf v) {  // adding 1.5 * 2^23 rounds |v| < 2^22 to nearest even
   vf magic = set1(12582912.0f);
   return (v + magic) - magic;
+}
+inline bool any_equal(vf v, float x) {
+  const vi equal = v == x;
+  int32_t any = 0;
+  for (int i = 0; i < W; ++i) any |= equal[i];
+  return any != 0;
 }
 inline bool any_above(vf v, float limit) {
   for (int i = 0; i < W; ++i)
