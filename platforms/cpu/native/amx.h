@@ -54,21 +54,20 @@ struct TileOutput {
   int64_t row, down, right;
 };
 
-// Memory of two panels that is wanted soon: some lines are fetched in each step, so that no load waits behind many.
-struct Ahead {
+// What a thread does while the tile unit multiplies, a share of it in each of `steps` steps: lines of two panels that are
+// wanted soon are fetched, so that no load waits behind many, and blocks of 32 inputs of the next two are expanded.
+struct Meanwhile {
   const uint8_t *at[2] = {}, *end[2] = {};
-  int lines = 0;  // a step
-  void fetch() {
-    for (int i = 0; i < 2; ++i)
-      for (int n = 0; n < lines && at[i] < end[i]; ++n, at[i] += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(at[i]), _MM_HINT_T1);
-  }
+  const struct Expand* blocks = nullptr;
+  int64_t steps = 1, lines = 0, due = 0, done = 0;  // lines: of a panel, in each step; due: blocks * steps
+  inline void step();
+  inline void finish();
 };
 
 // C = or += A * B for ROWS x COLS tiles and 32 * steps inputs.
 template <int ROWS, int COLS>
 inline void mm_tiles(const TileInput& a, const TileInput& b, int64_t steps, const TileOutput& c, bool accumulate,
-                     Ahead& ahead) {
+                     Meanwhile& meanwhile) {
   uint8_t *c0 = c.at, *c1 = c0 + c.right, *c2 = c0 + c.down, *c3 = c2 + c.right;
   const size_t ar = size_t(a.row), br = size_t(b.row), cr = size_t(c.row);
   asm volatile("" ::: "memory");
@@ -98,7 +97,7 @@ inline void mm_tiles(const TileInput& a, const TileInput& b, int64_t steps, cons
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (COLS > 1) _tile_dpbf16ps(3, 5, 7);
     }
-    ahead.fetch();
+    meanwhile.step();
   }
   _tile_stored(0, c0, cr);
   if constexpr (COLS > 1) _tile_stored(1, c1, cr);
@@ -109,13 +108,13 @@ inline void mm_tiles(const TileInput& a, const TileInput& b, int64_t steps, cons
 
 // The same for 1 to 32 rows, and columns of one tile or two.
 inline void mm_tiles(int64_t rows, int cols, const TileInput& a, const TileInput& b, int64_t steps, const TileOutput& c,
-                     bool accumulate, Ahead& ahead) {
+                     bool accumulate, Meanwhile& meanwhile) {
   if (rows > kTile) {
-    if (cols > 1) mm_tiles<2, 2>(a, b, steps, c, accumulate, ahead);
-    else mm_tiles<2, 1>(a, b, steps, c, accumulate, ahead);
+    if (cols > 1) mm_tiles<2, 2>(a, b, steps, c, accumulate, meanwhile);
+    else mm_tiles<2, 1>(a, b, steps, c, accumulate, meanwhile);
   } else {
-    if (cols > 1) mm_tiles<1, 2>(a, b, steps, c, accumulate, ahead);
-    else mm_tiles<1, 1>(a, b, steps, c, accumulate, ahead);
+    if (cols > 1) mm_tiles<1, 2>(a, b, steps, c, accumulate, meanwhile);
+    else mm_tiles<1, 1>(a, b, steps, c, accumulate, meanwhile);
   }
 }
 
@@ -148,6 +147,10 @@ struct PackedTiles {
   }
 };
 
+// 0, 16, 1, 17, ...: columns of the even inputs between those of the odd ones
+alignas(64) constexpr uint16_t kZip[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
 // Blocks [first, last) of one panel's integers as bf16 pairs [k / 2][16][2]: what the tile unit multiplies. Its int8
 // products take half as long, but sums of 32 inputs would leave the tiles before their scales can be applied: 16 stores,
 // and for each of 16 rows a conversion and a product, which is several times what bf16 takes longer.
@@ -160,9 +163,7 @@ void dequant_panel(const uint8_t* panel, const PanelShape& shape, int zero_point
   const __m512 columns = _mm512_loadu_ps(panel);
   const __m512i nibble = _mm512_set1_epi8(15), low = _mm512_set1_epi32(255);
   const __m512 counting = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  uint16_t order[32];  // 0, 16, 1, 17, ...: columns of the even inputs between those of the odd ones
-  for (int i = 0; i < 32; ++i) order[i] = uint16_t(i / 2 + i % 2 * 16);
-  const __m512i zip = _mm512_loadu_si512(order);
+  const __m512i zip = _mm512_load_si512(kZip);
   constexpr int kGroups = 32 / GROUP, kSteps = 8 / kGroups;
   for (int64_t b = first; b < last; ++b, data += shape.block_bytes) {
     const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
@@ -222,6 +223,31 @@ inline void dequant_panel(const QuantType& t, const uint8_t* panel, const PanelS
                      : dequant_panel<5, 32, false>(panel, shape, t.zero, first, last, out);
   if (t.bits == 6) return dequant_panel<6, 16, false>(panel, shape, t.zero, first, last, out);
   return dequant_panel<8, 32, false>(panel, shape, t.zero, first, last, out);
+}
+
+// Blocks of 32 inputs of two panels, from the first-th on `count` of each, that are to become bf16 pairs at `out`.
+struct Expand {
+  const QuantType* t;
+  const PanelShape* shape;
+  const uint8_t* panel[2];
+  int64_t first, count, all;
+  uint8_t* out[2];
+  void one(int64_t i) const {
+    const int64_t j = i / count, b = i % count;
+    dequant_panel(*t, panel[j], *shape, first + b, first + b + 1, out[j] + b * kTileBytes);
+  }
+};
+
+inline void Meanwhile::step() {
+  for (int i = 0; i < 2; ++i)
+    for (int64_t n = 0; n < lines && at[i] < end[i]; ++n, at[i] += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(at[i]), _MM_HINT_T1);
+  if (!blocks) return;
+  for (due += blocks->all; due >= steps && done < blocks->all; due -= steps) blocks->one(done++);
+}
+
+inline void Meanwhile::finish() {
+  for (; blocks && done < blocks->all; ++done) blocks->one(done);
 }
 
 }  // namespace hr

@@ -232,11 +232,11 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
   if constexpr (sizeof(T) == 2) {
     if (k % 32 == 0) {
       const TileInput in{reinterpret_cast<const uint8_t*>(x), 2 * lda, 2 * lda * kTile, 64};
-      Ahead ahead;
+      Meanwhile nothing;
       for (int64_t i = 0; i < n; i += 2 * kTile) {
         const TileOutput out{reinterpret_cast<uint8_t*>(c + i), 4 * ldc, 4 * ldc * kTile, 4 * kTile};
         mm_tiles(rows, i + 2 * kTile <= n ? 2 : 1, in, {b + i / kTile * panel, ldb, panel, ldb * kTile}, k / 32, out,
-                 accumulate, ahead);
+                 accumulate, nothing);
       }
       return;
     }

@@ -284,86 +284,105 @@ inline void write_tiles(const hr_linear& a, const float* c, int64_t row, int64_t
   }
 }
 
-// What a chunk of run_linear_tiles works on: pairs of panels [first, last) and a block of rows.
+// What a chunk of run_linear_tiles works on: a block of rows and pairs of panels [first, last), of which kDepth inputs are
+// taken at a time. All pairs of a depth come first, since x of that depth is near then; where rows are few, all depths of
+// a pair, as they lie.
 struct TileTask {
-  int64_t row, rows, first, last, widest;
-  TileTask(const hr_linear& a, int chunk, int chunks) {
+  const hr_linear& a;
+  PackedTiles x;
+  int64_t row, rows, first, last, widest, panel_bytes;
+  bool by_pair;
+  struct Unit {
+    int64_t pair, depth, panel, count;  // pair: from the task's first on; count: inputs
+    int cols;
+  };
+  TileTask(const hr_linear& a, int chunk, int chunks) : a(a), x{a.rows, a.k}, panel_bytes(hr::panel_bytes(a.format, a.k)) {
     const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock, groups = chunks / blocks;
     const int64_t pairs = (panels(a.n) + 1) / 2, group = chunk / blocks;  // those that share weights run together
     row = chunk % blocks * kRowBlock;
     rows = a.rows - row < kRowBlock ? a.rows - row : kRowBlock;
     first = pairs * group / groups, last = pairs * (group + 1) / groups, widest = (pairs + groups - 1) / groups;
+    by_pair = row_pairs() == 1;
+  }
+  int64_t row_pairs() const { return (rows + 2 * kTile - 1) / (2 * kTile); }
+  int64_t units() const { return (last - first) * x.depths(); }
+  Unit unit(int64_t at) const {
+    const int64_t width = last - first, depths = x.depths();
+    const int64_t pair = by_pair ? at / depths : at % width, depth = by_pair ? at % depths : at / width;
+    const int64_t panel = (first + pair) * 2;
+    return {pair, depth, panel, x.depth(depth), panel + 1 < panels(a.n) ? 2 : 1};
+  }
+  const uint8_t* weights(const Unit& u, int j) const {
+    return static_cast<const uint8_t*>(a.packed) + (u.panel + j) * panel_bytes;
   }
 };
 
-// Where two panels' inputs of one depth lie in memory.
-inline Ahead panels_at(const hr_linear& a, const QuantType* t, int64_t panel, int cols, int64_t first, int64_t count) {
-  Ahead ahead;
-  const int64_t bytes = panel_bytes(a.format, a.k);
-  for (int j = 0; j < cols; ++j) {
-    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + (panel + j) * bytes;
-    if (t) {
-      const PanelShape shape(*t, a.k);
-      ahead.at[j] = w + shape.data_at + first / 32 * shape.block_bytes;
-      ahead.end[j] = ahead.at[j] + count / 32 * shape.block_bytes;
-    } else {
-      ahead.at[j] = w + first * kCols * 2;
-      ahead.end[j] = ahead.at[j] + count * kCols * 2;
-    }
+// Lets `meanwhile` fetch a unit's weights in `steps` steps. shape: of quantized panels, or null.
+inline void fetch_unit(const TileTask& task, const PanelShape* shape, int64_t at, int64_t steps, Meanwhile* meanwhile) {
+  if (at >= task.units()) return;
+  const TileTask::Unit u = task.unit(at);
+  const int64_t block = shape ? shape->block_bytes : kTileBytes, bytes = u.count / 32 * block;
+  for (int j = 0; j < u.cols; ++j) {
+    meanwhile->at[j] = task.weights(u, j) + (shape ? shape->data_at : 0) + u.depth * kDepth / 32 * block;
+    meanwhile->end[j] = meanwhile->at[j] + bytes;
   }
-  return ahead;
+  meanwhile->lines = bytes / 64 / steps + 1;
 }
 
-// Several pairs of panels against a block of rows. kDepth inputs of two panels are taken at a time, expanded if they are
-// quantized, and multiplied with all rows; the sums wait in memory for the next depth.
+inline Expand expand_unit(const TileTask& task, const QuantType* t, const PanelShape* shape, int64_t at, uint8_t* out) {
+  const TileTask::Unit u = task.unit(at);
+  const int64_t count = u.count / 32;
+  return {t, shape, {task.weights(u, 0), task.weights(u, u.cols - 1)}, u.depth * kDepth / 32, count, count * u.cols,
+          {out, out + kDepth * kCols * 2}};
+}
+
+// Several pairs of panels against a block of rows. Two panels' inputs of one depth are multiplied with all rows; meanwhile
+// the next are fetched and, if they are quantized, expanded. The sums wait in memory for the next depth.
 inline void run_linear_tiles(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   const Tiles tiles;
-  QuantType type{};
-  const QuantType* t = quant_type(a.format, &type) ? &type : nullptr;
+  QuantType t{};
+  const bool quantized = quant_type(a.format, &t), own = a.rows <= kOwnPack;
+  const PanelShape shape(quantized ? t : QuantType{32, 0, 8, 32, false, 0}, a.k);
   const TileTask task(a, chunk, chunks);
-  const PackedTiles x{a.rows, a.k};
-  const bool own = a.rows <= kOwnPack;
-  const int64_t bytes = panel_bytes(a.format, a.k), depths = x.depths(), width = task.last - task.first;
-  const int64_t row_pairs = (task.rows + 2 * kTile - 1) / (2 * kTile), sums = 4 * kTileBytes * row_pairs;
-  // All pairs of a depth, since x of that depth is near then; where rows are few, a pair's depths, as they lie.
-  const bool by_pair = row_pairs == 1;
-  // scratch: [x in tiles, if it is one's own][two panels expanded][sums of a pair, or of all]
+  const PackedTiles& x = task.x;
+  const int64_t row_pairs = task.row_pairs(), sums = 4 * kTileBytes * row_pairs;
+  // scratch: [x in tiles, if it is one's own][two panels expanded, twice][sums of a pair, or of all]
   const int64_t x_bytes = own ? PackedTiles::bytes(a.rows, a.k) : 0, wide = kDepth * kCols * 2;
-  uint8_t* base = scratch.need(size_t(x_bytes + 2 * wide + sums * (by_pair ? 1 : task.widest)));
-  uint8_t *expanded = base + x_bytes, *c = expanded + 2 * wide;
+  uint8_t* base = scratch.need(size_t(x_bytes + 4 * wide + sums * (task.by_pair ? 1 : task.widest)));
+  uint8_t *expanded = base + x_bytes, *c = expanded + 4 * wide;
   const uint8_t* packed = own ? base : static_cast<const uint8_t*>(a.scratch);
   if (own && scratch.tag != scratch.step) {
-    for (int64_t i = 0; i < depths; ++i) x.pack(static_cast<const bf16*>(a.x), a.x_stride, 0, i, base);
+    for (int64_t i = 0; i < x.depths(); ++i) x.pack(static_cast<const bf16*>(a.x), a.x_stride, 0, i, base);
     scratch.tag = scratch.step;
   }
-  const int64_t all = width * depths;
-  for (int64_t at = 0; at < all; ++at) {
-    const int64_t pair = by_pair ? at / depths : at % width, i = by_pair ? at % depths : at / width;
-    const int64_t panel = (task.first + pair) * 2, count = x.depth(i);
-    const int cols = panel + 1 < panels(a.n) ? 2 : 1;
-    Ahead ahead;
-    if (at + 1 < all) {
-      const int64_t next = by_pair ? (at + 1) / depths : (at + 1) % width, d = by_pair ? (at + 1) % depths : (at + 1) / width;
-      const int64_t from = (task.first + next) * 2;
-      ahead = panels_at(a, t, from, from + 1 < panels(a.n) ? 2 : 1, d * kDepth, x.depth(d));
-      ahead.lines = int((ahead.end[0] - ahead.at[0]) / 64 / (row_pairs * (count / 32)) + 1);
-    }
-    const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * bytes;
-    TileInput b{w + i * wide, 64, bytes, kTileBytes};
-    if (t) {
-      const PanelShape shape(*t, a.k);
-      for (int j = 0; j < cols; ++j)
-        dequant_panel(*t, w + j * bytes, shape, i * kDepth / 32, (i * kDepth + count) / 32, expanded + j * wide);
-      b.at = expanded, b.tile = wide;
+  Expand next;
+  for (int64_t at = 0; at < task.units(); ++at) {
+    const TileTask::Unit u = task.unit(at);
+    Meanwhile meanwhile;
+    meanwhile.steps = row_pairs * (u.count / 32);
+    fetch_unit(task, quantized ? &shape : nullptr, at + 1 + quantized, meanwhile.steps, &meanwhile);
+    TileInput b{task.weights(u, 0) + u.depth * wide, 64, task.panel_bytes, kTileBytes};
+    if (quantized) {
+      b.at = expanded + at % 2 * 2 * wide, b.tile = wide;
+      if (at == 0) {
+        next = expand_unit(task, &t, &shape, 0, expanded);
+        for (int64_t i = 0; i < next.all; ++i) next.one(i);
+      }
+      if (at + 1 < task.units()) {
+        next = expand_unit(task, &t, &shape, at + 1, expanded + (at + 1) % 2 * 2 * wide);
+        meanwhile.blocks = &next;
+      }
     }
     for (int64_t r = 0; r < row_pairs; ++r) {
       const int64_t number = task.row / (2 * kTile) + r, live = std::min<int64_t>(task.rows - r * 2 * kTile, 2 * kTile);
-      const TileInput in{packed + x.at(number, i), 64, kTileBytes, x.count(number) / kTile * kTileBytes};
-      const TileOutput out{c + (by_pair ? 0 : pair) * sums + r * 4 * kTileBytes, 64, cols * kTileBytes, kTileBytes};
-      mm_tiles(live, cols, in, b, count / 32, out, i > 0, ahead);
-      if (i + 1 == depths) write_tiles(a, reinterpret_cast<float*>(out.at), task.row + r * 2 * kTile, live, panel, cols);
+      const TileInput in{packed + x.at(number, u.depth), 64, kTileBytes, x.count(number) / kTile * kTileBytes};
+      const TileOutput out{c + (task.by_pair ? 0 : u.pair) * sums + r * 4 * kTileBytes, 64, u.cols * kTileBytes, kTileBytes};
+      mm_tiles(live, u.cols, in, b, u.count / 32, out, u.depth > 0, meanwhile);
+      if (u.depth + 1 == x.depths())
+        write_tiles(a, reinterpret_cast<float*>(out.at), task.row + r * 2 * kTile, live, u.panel, u.cols);
     }
+    meanwhile.finish();
   }
 }
 
