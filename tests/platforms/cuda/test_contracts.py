@@ -10,7 +10,13 @@ import torch
 
 from headrace.platforms.linear import Norm
 from headrace.platforms.ops import CONTRACTS
-from headrace.platforms.queries import ExpertsQuery, LinearQuery, RouterQuery, SampleQuery
+from headrace.platforms.queries import (
+    ExpertsQuery,
+    LinearQuery,
+    NormQuery,
+    RouterQuery,
+    SampleQuery,
+)
 from headrace.platforms.reference import cases
 from headrace.platforms.reference.cases import Requests, make_batch, make_caches, scattered_blocks
 from headrace.platforms.reference.compare import compare
@@ -222,6 +228,61 @@ def test_long_and_many(make, runtime, dtype):
         results.append(cases.run_attention(op, draw, requests, 32)[0])
     relative, absolute = CONTRACTS["paged_attention"].tolerance[dtype]
     torch.testing.assert_close(*results, rtol=relative, atol=absolute)
+
+
+def test_decodes_beside_prompts_see_what_was_written(make, runtime):
+    """A graph of layers whose kernels overlap (prompts and decodes of a step with each other, and with those before and
+    after), beside the same launches one by one."""
+    from headrace.platforms.attention import Turn
+
+    _, query = queries.attention(32, 8, 128, "bfloat16")
+    requests = Requests((*((n, 1) for n in range(300, 2500, 60)), (1900, 300), (200, 200)))
+    table = scattered_blocks(requests, 32, 0)
+    batch = make_batch(requests, table, 32, runtime.device)
+    draw, tokens = cases._Draw(runtime.device, 9), batch.num_tokens
+    angles = draw.normal(64, 64, scale=3.0)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    turn = Turn(draw.integers(64, tokens), cos_sin, (draw.normal(128), draw.normal(128)), 1e-6)
+    wide, narrow = (make("rms_norm", "triton", NormQuery(n, "bfloat16")) for n in (6144, 4096))
+    ones = torch.ones(6144, device=runtime.device)
+    layers = []
+    for _ in range(6):
+        op = make("paged_attention", "triton", query)
+        caches = make_caches(op, 32, 1 + int(table.max()), runtime.device)
+        for cache in caches:
+            cache.normal_()
+        weights = draw.normal(6144, 4096, dtype="bfloat16", scale=4096**-0.5)
+        layers.append((op, caches, op.plan(batch, 0), weights))
+    x = draw.normal(tokens, 4096, dtype="bfloat16")
+
+    def body(apart: bool) -> torch.Tensor:
+        y = x
+        for op, caches, plan, weights in layers:
+            y = torch.nn.functional.linear(narrow(y, ones[:4096], 1e-6), weights)
+            rows = wide(y, ones, 1e-6).view(tokens, 48, 128)
+            if apart:
+                torch.cuda.synchronize()
+                op.beside = 0
+            y = op.turn_and_attend(*rows.split((32, 8, 8), dim=1), turn, caches, plan).flatten(1)
+            if apart:
+                torch.cuda.synchronize()
+                op.beside = 16
+        return narrow(y, ones[:4096], 1e-6)
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        body(False)
+        body(True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        out = body(False)
+        graph.capture_end()
+        for _ in range(20):
+            x.copy_(draw.normal(tokens, 4096, dtype="bfloat16"))
+            graph.replay()
+            torch.cuda.synchronize()
+            torch.testing.assert_close(out, body(True), rtol=0, atol=0)
 
 
 def test_split_or_not_is_the_same(make, runtime):

@@ -91,6 +91,7 @@ def wide_attentions(dtype: str) -> list[Named]:
         attention(32, 8, 128, dtype),
         attention(32, 8, 64, dtype, window=33),
         attention(32, 32, 80, dtype),
+        attention(12, 4, 96, dtype, window=70, sinks=True),
         attention(4, 1, 256, dtype, window=100),
         attention(8, 4, 256, dtype, softcap=50.0),
         attention(64, 8, 64, dtype, window=128, sinks=True),

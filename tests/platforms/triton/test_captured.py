@@ -1,4 +1,5 @@
-"""Plans of captured steps in Triton's interpreter: what a replay reads lies in buffers that later steps fill."""
+"""Attention in Triton's interpreter, beyond the contract's cases: plans of captured steps (what a replay reads lies in
+buffers that later steps fill), and prompts in every way of dividing them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from tests.platforms.triton.test_interpreter import ROOT, missing
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
-def test_a_captured_plan_serves_other_steps() -> None:
+@pytest.mark.parametrize("module", ["captured", "prompts"])
+def test_attention(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.platforms.triton.captured"],
+        [sys.executable, "-m", f"tests.platforms.triton.{module}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
