@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -83,8 +84,9 @@ def _run(boot: Boot, server: EngineServer, signals: _Signals) -> int:
         parts.ready.phases = clock.stop()
         signals.starting = False
         server.announce(parts.ready)
-        graphs = parts.ready.graphs
-        Engine(parts.scheduler, executor, server, signals.stop, graphs).run()
+        engine = Engine(parts.scheduler, executor, server, signals.stop, parts.ready.graphs)
+        gc.freeze()  # what start-up made lives as long as the process: not the collector's business
+        engine.run()
         return 0
     except _Stopped:
         return 0

@@ -38,7 +38,7 @@ class PendingStep:
 
     plan: StepPlan
     index: np.ndarray  # indices in the plan that sample
-    ids: torch.Tensor | None  # [R] int32 on the host; None when nothing is sampled
+    ids: torch.Tensor | None  # [R] int32 on the host, and padding; None when nothing is sampled
     logprobs: tuple[np.ndarray, HostLogprobs] | None
     prompt_logprobs: tuple[list[tuple[int, int]], HostLogprobs] | None  # (index, positions)
     done: Event
@@ -55,7 +55,7 @@ class PendingStep:
         token_ids = np.full(len(self.plan.rows), -1, np.int32)
         bad: list[int] = []
         if self.ids is not None:
-            token_ids[self.index] = self.ids.numpy()
+            token_ids[self.index] = self.ids.numpy()[: len(self.index)]
             bad = self.index[token_ids[self.index] < 0].tolist()
         logprobs = {}
         if self.logprobs is not None:
@@ -70,15 +70,8 @@ class PendingStep:
                 prompt_logprobs[index] = entries[start : start + count]
                 start += count
         elapsed = 1e3 * (time.perf_counter() - self.started)
-        return StepResult(
-            self.plan.step_id,
-            token_ids,
-            logprobs,
-            prompt_logprobs,
-            bad,
-            device_ms=elapsed,
-            graphs=self.graphs,
-        )
+        found = (self.plan.step_id, token_ids, logprobs, prompt_logprobs, bad)
+        return StepResult(*found, device_ms=elapsed, graphs=self.graphs)
 
 
 class Runner:
@@ -173,12 +166,12 @@ class Runner:
             return None, None
         ids, where = None, sample.logit_index
         if body is not None and inputs.gather is not None:  # it has sampled
-            raw, ids = body.raw[:count], body.ids[:count]
+            raw, ids = body.raw, body.ids
         else:
             chosen = hidden[:count] if where is None else hidden.index_select(0, where)
             raw = self.model.logits(chosen)
         if ids is None or self.rows.shaped[sample.rows].any():  # once more, from other logits
-            ids = self._choose(self._sampler.sample, raw, sample)
+            ids = self._choose(self._sampler.sample, raw[:count], sample)
         if self._collectives.rank != 0:
             return None, None
         return self._transfers.fetch(ids), self._sampler.logprobs(raw, ids, sample)

@@ -146,7 +146,7 @@ class Sampler:
         asked = np.flatnonzero(k >= 0)
         if not len(asked):
             return None
-        if len(asked) < len(k):
+        if len(asked) < len(raw):  # it may be padded
             (where,) = self._transfers.send(asked)
             raw, ids = raw[where], ids[where]
         numbers = score(self.logprobs_op, raw, ids.clamp(min=0), int(k[asked].max()))

@@ -257,23 +257,26 @@ class Scheduler:
             return None
         if len(self._waiting):
             self._displace()
-        decodes = self._grow_decodes()
-        budget = self._budget - decodes
-        if decodes and (mixed := self._settings.max_num_mixed_tokens):
-            # many decodes leave prompts their share all the same
-            budget = min(budget, max(mixed - decodes, mixed // 4, 1))
-        budget = self._continue_prefills(budget)
-        if len(self._waiting):
-            self._admit(budget)
-        return self._build()
+        rows = self._grow_decodes()
+        decodes = len(rows)
+        if len(self._waiting) or decodes < self.num_running:  # else all that run decode
+            budget = self._budget - decodes
+            if decodes and (mixed := self._settings.max_num_mixed_tokens):
+                # many decodes leave prompts their share all the same
+                budget = min(budget, max(mixed - decodes, mixed // 4, 1))
+            budget = self._continue_prefills(budget)
+            if len(self._waiting):
+                self._admit(budget)
+            rows = self._decode_rows()  # some may have come or gone
+        return self._build(rows)
 
     def _decode_rows(self) -> np.ndarray:
         """Rows whose only uncomputed token is the last one and that may sample another."""
         ready = (self._known - self._computed == 1) & (self._known < self._limit)
         return np.flatnonzero(ready).astype(np.int32)
 
-    def _grow_decodes(self) -> int:
-        """Blocks for every decoding row; returns how many rows decode."""
+    def _grow_decodes(self) -> np.ndarray:
+        """Blocks for every decoding row; returns the rows that decode."""
         rows = self._decode_rows()
         short = rows[self._computed[rows] >= self._capacity[rows]]
         if len(short):
@@ -283,7 +286,7 @@ class Scheduler:
                     self.kv.register(request.blocks, request.tokens, done)
                     self._make_room(request, 1)
             rows = self._decode_rows()
-        return len(rows)
+        return rows
 
     def _by_rank(self, rows: np.ndarray) -> list[Request]:
         requests = [self._running[row] for row in rows.tolist()]
@@ -414,8 +417,7 @@ class Scheduler:
         shortage = self.kv.shortage(request.blocks, hit, ends, running)
         return bool((np.asarray(shortage) <= gain).all())
 
-    def _build(self) -> StepPlan | None:
-        rows = self._decode_rows()
+    def _build(self, rows: np.ndarray) -> StepPlan | None:
         decodes = len(rows)
         chunks, self._chunks = self._chunks, []
         if chunks:
@@ -469,12 +471,10 @@ class Scheduler:
         outputs = []
         not_finite = set(result.nan_rows)
         logprobs = result.logprobs
-        tokens = result.token_ids.tolist()
-        for index, request in enumerate(step.requests):
+        found = zip(step.requests, step.sample, result.token_ids.tolist(), strict=True)
+        for index, (request, samples, token) in enumerate(found):
             if request.finished:
                 continue
-            token = tokens[index]
-            samples = step.sample[index]
             if index in not_finite or (samples and token < 0):
                 outputs.append(self._end(request, "error", NOT_FINITE))
                 self.kv.forget(request.blocks)
@@ -487,19 +487,19 @@ class Scheduler:
     def _accept(
         self, request: Request, token: int, logprobs: TokenLogprobs | None
     ) -> RequestOutput:
-        request.tokens.append(token)
+        tokens, sampling = request.tokens, request.sampling
+        tokens.append(token)
         self._stats.generated_tokens += 1
         output = RequestOutput(request.request_id, [token])
         if logprobs is not None:
             output.logprobs = [logprobs]
         if not request.answered:
             self._fill_first(request, output)
-        sampling = request.sampling
         if token in sampling.stop_token_ids and request.output_len > sampling.min_tokens:
             output.finish_reason = "stop"
             output.stop_token_id = token
             self._retire(request)
-        elif len(request.tokens) >= request.limit:
+        elif len(tokens) >= request.limit:
             output.finish_reason = "length"
             self._retire(request)
         return output
