@@ -85,7 +85,7 @@ class BatchBuilder:
         self._groups = len(rows.tables_host)
         counts = [max_tokens] * (2 + self._groups) + [max_reqs + 1] * 10
         # of a decode: changes of block tables besides
-        most = [max_reqs * 2 * self._groups] * 2 + [max_reqs] * (10 + self._groups)
+        most = [max_reqs * 2 * self._groups] * 2 + [max_reqs + 3] * (10 + self._groups)
         self._ring = StagingRing(runtime, max(packed_size(counts), packed_size(most)))
         self._decodes: dict[int, _Decode] = {}
         self._counting = np.arange(max_reqs + 1, dtype=np.int32)
@@ -156,7 +156,7 @@ class BatchBuilder:
         turn = self._ring.begin()
         host, device = decode.upload.host[turn], decode.upload.device
         places, entries, index, out_index, positions, chosen, slots, lens, options, draws = host
-        updates = plan.block_updates
+        slots, options, updates = slots[:, :size], options[:, :size], plan.block_updates
         # more of them were entered by themselves, as are all without a graph of whole steps
         used = len(updates) if static.whole and len(updates) <= len(places) else 0
         if used:
@@ -199,20 +199,21 @@ class BatchBuilder:
         return StepInputs(decode.token_ids, device[4], view, sample, late)
 
     def _fixed(self, size: int, static: StaticInputs) -> _Decode:
-        changes, many, groups = (self.changes(size),), (size,), (self._groups, size)
-        long = (changes, *[many] * 4, groups)
+        wide = -(-size // 4) * 4  # every row begins at a multiple of 16 bytes, as kernels like it
+        changes, many = (self.changes(size),), (size,)
+        long = (changes, *[many] * 4, (self._groups, wide))
         shapes: list[Shape] = [(shape, torch.int64) for shape in long]
         shapes[1:1] = [(changes, torch.int32)]
-        shapes += [(many, torch.int32), ((4, size), torch.int32), (many, torch.float32)]
+        shapes += [(many, torch.int32), ((4, wide), torch.int32), (many, torch.float32)]
         upload = self._ring.fixed(*shapes)
         *_, slots, _, options, draws = upload.device
-        temperature, top_p, min_p = options[:3].view(torch.float32)
+        temperature, top_p, min_p = options[:3, :size].view(torch.float32)
         made = self._decodes[size] = _Decode(
             upload,
             static.token_ids[:size],
             [table[:size] for table in static.block_tables],
-            list(slots),
-            (temperature, options[3], top_p, min_p, draws),
+            list(slots[:, :size]),
+            (temperature, options[3, :size], top_p, min_p, draws),
         )
         return made
 
