@@ -153,15 +153,12 @@ class _WithHead:
         plans = [
             impl.plan(inputs.view, group, StaticBuffers(device)) for impl, group in model.plan_keys
         ]
-        self._context = StepContext(plans)
+        self._context = StepContext(plans, inputs.sample.logit_index)
 
     def __call__(self) -> None:
         inputs = self._inputs
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._context)
-        view = inputs.view
-        if (chosen := inputs.sample.logit_index) is not None:
-            hidden = hidden.index_select(0, chosen)
-        self._model.logits(hidden[: view.num_reqs])
+        self._model.logits(hidden[: inputs.view.num_reqs])
 
 
 def profile_step(

@@ -144,7 +144,11 @@ class Runner:
             else:
                 self.rows.apply(plan)
                 inputs = self._builder.build(plan)
-                hidden = self._forward(inputs)
+                scored = (self.rows.prompt_logprobs[plan.rows] >= 0).any()
+                wanted = None if scored else inputs.sample.logit_index
+                hidden = self._forward(inputs, wanted)
+                if wanted is not None:
+                    inputs.sample.logit_index = None  # nothing else was computed
             ids, logprobs = self._sample(hidden, inputs, body)
             if plan.num_decode < len(plan.rows):
                 prompt = self._prompt_logprobs(plan, hidden, inputs)
@@ -154,9 +158,10 @@ class Runner:
         kept, count = self._transfers.take(), self.captured
         return PendingStep(plan, index, ids, logprobs, prompt, done, started, kept, count)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, inputs: StepInputs, wanted: torch.Tensor | None) -> torch.Tensor:
         plans = [impl.plan(inputs.view, group) for impl, group in self.model.plan_keys]
-        return self.model.forward(inputs.token_ids, inputs.positions, StepContext(plans))
+        context = StepContext(plans, wanted)
+        return self.model.forward(inputs.token_ids, inputs.positions, context)
 
     def _sample(
         self, hidden: torch.Tensor, inputs: StepInputs, body: Body | None = None
