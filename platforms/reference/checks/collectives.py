@@ -106,13 +106,14 @@ def _broadcasts(group: Collectives, runtime: DeviceRuntime, src: int) -> None:
 
 
 def _captured(group: Collectives, runtime: DeviceRuntime) -> None:
-    """Sums inside a graph, as a decode step has them: over static buffers, replayed with other contents."""
+    """A sum inside a graph and what rank 0 has of it, as a decode step has them: over static buffers, replayed with
+    other contents."""
     dtype, size = getattr(torch, runtime.info.dtypes[0]), 256
     x = torch.zeros(size, dtype=dtype, device=runtime.device)
     out = torch.zeros_like(x)
 
     def body() -> None:
-        out.copy_(group.all_reduce(x.clone()))
+        out.copy_(group.broadcast(group.all_reduce(x.clone())))
 
     backend, host = runtime.graphs(), HostArgs(np.ones(1, np.int32), np.arange(2, dtype=np.int32))
     with torch.inference_mode(), runtime.use_stream(runtime.stream()):

@@ -96,6 +96,26 @@ def test_what_is_sampled_in_a_graph_is_what_is_sampled_without(tmp_path, monkeyp
         assert one.tokens == other.tokens and len(one.tokens) == 40 and not one.error
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_host_waits_for_nothing_within_a_step(tmp_path, temperature):
+    """Prompts and decodes, captured and not; new requests, blocks and results come meanwhile."""
+    from tests.engine.tiny_models import make_tiny, prompt
+
+    make_tiny("llama", tmp_path)
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=24)
+    prompts = [prompt(length) for length in (5, 17, 30, 3, 64, 9, 21)]
+    with CudaEngine(tmp_path, dtype="bfloat16") as engine:
+        for _ in range(3):
+            want = [answer.tokens for answer in engine.run(prompts, params)]
+            engine.scheduler.kv.forget_all()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = engine.run(prompts, params)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [(answer.tokens, answer.error) for answer in found] == [(ids, "") for ids in want]
+
+
 def test_a_worker_process(truth):
     with CudaEngine(truth.folder, worker="process") as engine:
         truth.check(engine.run(truth.prompts, truth.params))
