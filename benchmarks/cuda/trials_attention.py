@@ -106,8 +106,7 @@ SECTIONS = {"prefill": (prefill_trials, prefill_calls, prefill_limit)}
 @triton.jit(do_not_specialize=["table_stride", "count"])
 def before_kernel(
     out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
-    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
-    table_stride, count, scale,
+    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, table_stride, count, scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -146,11 +145,11 @@ def before_kernel(
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
     blocks = table + request.to(tl.int64) * table_stride
-    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    k_head, v_head = k_cache + head * k_run, v_cache + head * k_run
     for n in range(begin, end, BLOCK_N):
         top, total, acc = fold(
             queries, top, total, acc, n, end, low, high, blocks, k_head, v_head,
-            k_block, k_slot, v_block, v_slot, scale,
+            k_block, k_slot, k_block, k_slot, scale,
             D, DV, SIZE, SOFTCAP, WINDOW, BLOCK_N, D_PAD, DV_PAD, PRECISION, "",
         )  # fmt: skip
     acc = acc / total[:, None]

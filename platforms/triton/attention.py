@@ -322,10 +322,14 @@ class TritonAttention(PagedAttention):
             programs = count = len(plan.tiles)
             if plan.decodes and self.beside:
                 programs = min(count, self.beside)
+            if k_cache.stride() != v_cache.stride():
+                raise ValueError(
+                    "keys and values lie in unlike strides; views of one memory do not"
+                )
             self._prefill(SIZE=plan.block_size)(
                 (programs, self._parts, 1),
                 out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
-                *strides, count, query.scale,
+                *strides[:7], plan.table.stride(0), count, query.scale,
             )  # fmt: skip
         if plan.decodes:
             self._attend_decodes(out, q, caches, plan, sinks, strides)

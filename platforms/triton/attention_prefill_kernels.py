@@ -12,17 +12,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def rows_at(
-    head_start, ids, key, end, block_stride, slot_stride,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Rows [BLOCK_N, PAD] of one head of a cache, for keys that lie in the blocks `ids`; zeros from key `end` on."""
+def rows_at(head_start, rows, live, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    """Rows [BLOCK_N, PAD] of one head of a cache; zeros where not `live`."""
     at = tl.arange(0, PAD)
-    rows = head_start + ids.to(tl.int64) * block_stride + key % SIZE * slot_stride
-    live = (key < end)[:, None]
+    mask = live[:, None]
     if WIDTH < PAD:
-        live &= (at < WIDTH)[None, :]
-    return tl.load(rows[:, None] + at[None, :], mask=live, other=0.0)
+        mask &= (at < WIDTH)[None, :]
+    return tl.load(head_start + rows[:, None] + at[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -39,8 +35,8 @@ def tile_at(tiles, starts, seq_lens, tile, count):
 @triton.jit(do_not_specialize=["table_stride", "count"])
 def prefill_kernel(
     out, q, k_cache, v_cache, tiles, starts, seq_lens, table, sinks,
-    o_token, o_head, q_token, q_head, k_block, k_run, k_slot, v_block, v_run, v_slot,
-    table_stride, count, scale,
+    o_token, o_head, q_token, q_head, block_stride, run_stride, slot_stride, table_stride,
+    count, scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
@@ -51,6 +47,7 @@ def prefill_kernel(
 
     The numbers of the blocks that hold the next keys are loaded while these keys are multiplied, so that loads of keys
     wait for no other load and several are on their way; only keys that some row does not see are compared with rows.
+    Both caches have the same strides: what lies where in them is computed once.
 
     With PDL the next kernel may start once all programs run and the one before has ended: what that one wrote is there
     for it too, what this one writes is not.
@@ -60,7 +57,6 @@ def prefill_kernel(
     row = tl.arange(0, BLOCK_M)
     order = tl.arange(0, BLOCK_N)
     heads = head * GROUP + row % GROUP
-    k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
     request, first, start, tokens, context = tile_at(
         tiles, starts, seq_lens, tl.program_id(0), count
     )
@@ -94,8 +90,9 @@ def prefill_kernel(
         ids = tl.load(blocks + key // SIZE, mask=key < end, other=0)
         for n in range(begin, end, BLOCK_N):
             key = n + order
-            keys = rows_at(k_head, ids, key, end, k_block, k_slot, D, D_PAD, SIZE)
-            values = rows_at(v_head, ids, key, end, v_block, v_slot, DV, DV_PAD, SIZE)
+            stored = ids.to(tl.int64) * block_stride + key % SIZE * slot_stride
+            keys = rows_at(k_cache + head * run_stride, stored, key < end, D, D_PAD)
+            values = rows_at(v_cache + head * run_stride, stored, key < end, DV, DV_PAD)
             after = key + BLOCK_N
             ids = tl.load(blocks + after // SIZE, mask=after < end, other=0)
             keys = tl.trans(keys.to(queries.dtype))

@@ -165,6 +165,7 @@ def _attention(dtype: str, short: str, runtime: Any) -> Iterator[Variant]:
 
 def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
     names = "o_token o_head q_token q_head k_block k_run k_slot v_block v_run v_slot table_stride splits count"
+    names += " block_stride run_stride slot_stride"
     scalars = {**dict.fromkeys(names.split(), "i32"), "scale": "fp32"}
     caches = {"out": short, "q": short, "k_cache": kv, "v_cache": kv}
     integers = dict.fromkeys(("starts", "tiles", "seq_lens", "table", "done"), "i32")
