@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -138,14 +138,14 @@ OpRow = tuple[str, str, int, int, float]  # op, detail, bytes, operations, secon
 
 @dataclass(slots=True)
 class Call:
-    """One call of a bound op. `cost` is asked for when the step is over: it may look at the device's data."""
+    """One call of a bound op."""
 
     op: str
-    cost: Callable[[], Cost]
+    cost: Cost = field(default_factory=Cost)
     seconds: float = 0.0
 
     def plain(self, seconds: float) -> OpRow:
-        found = self.cost()
+        found = self.cost
         return self.op, found.detail, found.nbytes, found.operations, seconds
 
 
@@ -181,7 +181,7 @@ class _Log:
     def run(
         self, op: str, query: Any, method: str, call: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        noted = Call(op, partial(cost, query, method, args, self._view, stored))
+        noted = Call(op)
         self.calls.append(noted)
         began = time.perf_counter()
         with record_function(f"{MARK}op {len(self.calls) - 1}"):
@@ -189,6 +189,9 @@ class _Log:
         if self._settle is not None:
             self._settle()
         noted.seconds = time.perf_counter() - began
+        # At once, though the device's data may have to be waited for: what a whole step's ops were given is more than
+        # a device may hold.
+        noted.cost = cost(query, method, args, self._view, stored)
         return result
 
 
