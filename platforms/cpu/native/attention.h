@@ -264,47 +264,20 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
 
 #if defined(HR_BF16_DOTS) && !HR_AMX
 #define HR_TILE_ROWS 1
-// The sums have names, for GCC keeps an array of them in memory around the loop.
-#define HR_ALL(M)                                                                                 \
-  M(0, 0) M(0, 1) M(0, 2) M(0, 3) M(1, 0) M(1, 1) M(1, 2) M(1, 3) M(2, 0) M(2, 1) M(2, 2) M(2, 3) \
-  M(3, 0) M(3, 1) M(3, 2) M(3, 3) M(4, 0) M(4, 1) M(4, 2) M(4, 3) M(5, 0) M(5, 1) M(5, 2) M(5, 3)
-#define HR_ZERO(r, j) __m512 c##r##j = _mm512_setzero_ps();
-#define HR_LOAD(r, j) __m512 c##r##j = R > r && P > j ? _mm512_loadu_ps(c + r * ldc + j * kCols) : _mm512_setzero_ps();
-#define HR_STORE(r, j) \
-  if constexpr (R > r && P > j) _mm512_storeu_ps(c + r * ldc + j * kCols, c##r##j);
-#define HR_DOT(r, j) \
-  if constexpr (P > j) c##r##j = _mm512_dpbf16_ps(c##r##j, w##j, x);
-#define HR_ROW(r, place, row)                                       \
-  if constexpr (R > r) {                                            \
-    __m512bh x;                                                     \
-    asm("vpbroadcastd " place ", %0" : "=v"(x) : "r"(row), "r"(l)); \
-    HR_DOT(r, 0) HR_DOT(r, 1) HR_DOT(r, 2) HR_DOT(r, 3)             \
-  }
-#define HR_STEP(b0, b1, b2, b3)                                                                                        \
-  const __m512bh w0 = (__m512bh)_mm512_loadu_si512(b0), w1 = P > 1 ? (__m512bh)_mm512_loadu_si512(b1) : w0;            \
-  const __m512bh w2 = P > 2 ? (__m512bh)_mm512_loadu_si512(b2) : w0, w3 = P > 3 ? (__m512bh)_mm512_loadu_si512(b3) : w0; \
-  HR_ROW(0, "(%1)", row0)                                                                                              \
-  HR_ROW(1, "(%1,%2)", row0)                                                                                           \
-  HR_ROW(2, "(%1,%2,2)", row0)                                                                                         \
-  HR_ROW(3, "(%1)", row3)                                                                                              \
-  HR_ROW(4, "(%1,%2)", row3)                                                                                           \
-  HR_ROW(5, "(%1,%2,2)", row3)                                                                                         \
-  row0 += 4, row3 += 4;
-
 // Scores [R][16 P] (kKeyTile floats a row) of queries x keys: panels of 16 keys that lie anywhere. See block_pairs.
 template <int R, int P>
 inline void score_rows(const bf16* q, const uint8_t* const* keys, int64_t ldb, int64_t d, float* c) {
   constexpr int64_t ldc = kKeyTile;
-  HR_ALL(HR_ZERO)
+  HR_SUMS(HR_SUM_ZERO)
   asm volatile("" : "+r"(q) : : "memory");
   const int64_t l = 2 * d;
   const char *row0 = reinterpret_cast<const char*>(q), *row3 = row0 + 3 * l;
   const uint8_t *k0 = keys[0], *k1 = keys[P > 1 ? 1 : 0], *k2 = keys[P > 2 ? 2 : 0], *k3 = keys[P > 3 ? 3 : 0];
   for (int64_t at = 0; at < d / 2 * ldb; at += ldb) {
-    HR_STEP(k0 + at, k1 + at, k2 + at, k3 + at)
+    HR_SUM_STEP(k0 + at, k1 + at, k2 + at, k3 + at)
   }
   asm volatile("" : "+v"(c00) : : "memory");
-  HR_ALL(HR_STORE)
+  HR_SUMS(HR_SUM_STORE)
 }
 
 struct Values {  // of one tile: pieces of a number of tokens, the same but for the last one
@@ -316,26 +289,19 @@ struct Values {  // of one tile: pieces of a number of tokens, the same but for 
 // C[R][16 P] (ldc floats a row) += probabilities (kKeyTile a row) x values, from a column on.
 template <int R, int P>
 inline void value_rows(const bf16* prob, const Values& v, int64_t column, int64_t ldc, float* c) {
-  HR_ALL(HR_LOAD)
+  HR_SUMS(HR_SUM_LOAD)
   asm volatile("" : "+r"(prob) : : "memory");
   const int64_t l = 2 * kKeyTile;
   const char *row0 = reinterpret_cast<const char*>(prob), *row3 = row0 + 3 * l;
   for (int i = 0; i < v.pieces; ++i) {
     const uint8_t* b = v.data[i] + column * 4;
     for (int64_t pairs = v.tokens[i] / 2; pairs > 0; --pairs, b += ldc * 4) {
-      HR_STEP(b, b + 64, b + 128, b + 192)
+      HR_SUM_STEP(b, b + 64, b + 128, b + 192)
     }
   }
   asm volatile("" : "+v"(c00) : : "memory");
-  HR_ALL(HR_STORE)
+  HR_SUMS(HR_SUM_STORE)
 }
-#undef HR_ALL
-#undef HR_ZERO
-#undef HR_LOAD
-#undef HR_STORE
-#undef HR_DOT
-#undef HR_STEP
-#undef HR_ROW
 
 template <int R>
 inline void score_rows(const bf16* q, const uint8_t* const* keys, int panels, int64_t ldb, int64_t d, float* c) {

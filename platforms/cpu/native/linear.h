@@ -14,8 +14,8 @@ constexpr int kFewRowsChunks = 6, kFewThreads = 4;  // chunks a thread of few ro
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
-// Without tiles, rows from which four bf16 panels are taken together.
-constexpr int kWideRows = 16;
+// Without tiles, rows from which four bf16 panels are taken together; and up to where memory limits them.
+constexpr int kWideRows = 16, kMemoryRows = 64;
 // The same for two quantized panels, which are unpacked for it: the results are the same to the last bit.
 constexpr int kWideRowsQuantized = 24;
 
@@ -165,17 +165,30 @@ inline void run_linear_wide(const void* p, int chunk, int chunks, Scratch&) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
   const int64_t all = panels(a.n), sets = (all + kWideCols - 1) / kWideCols, bytes = panel_bytes(a.format, a.k);
   const bf16* x = static_cast<const bf16*>(a.x);
-  for (int64_t set = sets * chunk / chunks; set < sets * (chunk + 1) / chunks; ++set) {
+  const int64_t last = sets * (chunk + 1) / chunks;
+  const bool plain = a.y_dtype == HR_BF16 && !a.bias && a.softcap <= 0.0f && a.n % kCols == 0;
+  for (int64_t set = sets * chunk / chunks; set < last; ++set) {
     const int64_t first = set * kWideCols;
     const int cols = int(all - first < kWideCols ? all - first : kWideCols);
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + first * bytes;
     if (cols == kWideCols) {
       float c[kBlockRows][kWideCols * kCols];
-      for (int r = 0; r < a.rows; r += kBlockRows) {
-        const int n = a.rows - r < kBlockRows ? a.rows - r : kBlockRows;
-        mm_block<kWideCols>(x + r * a.x_stride, a.x_stride, n, w, kCols * 4, bytes, a.k, c[0], kWideCols * kCols, false);
-        for (int i = 0; i < n; ++i)
-          for (int j = 0; j < cols; ++j) write_row(a, c[i] + j * kCols, r + i, first + j);
+      const int64_t blocks = (a.rows + kBlockRows - 1) / kBlockRows;
+      const uint8_t* next = w + kWideCols * bytes;
+      for (int64_t r = 0, block = 0; r < a.rows; r += kBlockRows, ++block) {
+        const int n = int(std::min<int64_t>(a.rows - r, kBlockRows));
+        // The next panels come meanwhile, some with each block of rows: not all at once, faster than memory delivers.
+        const int64_t left = blocks - block;
+        const int64_t lines = set + 1 < last ? kWideCols * left / blocks - kWideCols * (left - 1) / blocks : 0;
+        const auto multiply = lines > 1 ? mm_block<kWideCols, 2> : lines > 0 ? mm_block<kWideCols, 1> : mm_block<kWideCols, 0>;
+        multiply(x + r * a.x_stride, a.x_stride, n, w, kCols * 4, bytes, a.k, c[0], kWideCols * kCols, false, next);
+        next += lines * a.k / 2 * 64;
+        for (int i = 0; i < n; ++i) {
+          bf16* y = static_cast<bf16*>(a.y) + (r + i) * a.y_stride + first * kCols;
+          for (int j = 0; j < cols; ++j)
+            if (plain) store(y + j * kCols, load(c[i] + j * kCols));
+            else write_row(a, c[i] + j * kCols, r + i, first + j);
+        }
       }
       continue;
     }
@@ -421,7 +434,8 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
 #if HR_BF16_DOTS
   if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && a.format == HR_W_BF16) {
     const int64_t sets = (n + kWideCols - 1) / kWideCols;
-    out[0] = {run_linear_wide, &a, threads == 1 ? 1 : clamp_chunks(sets < wanted ? sets : wanted)};
+    const int64_t most = a.rows < kMemoryRows ? threads * few : wanted;
+    out[0] = {run_linear_wide, &a, threads == 1 ? 1 : clamp_chunks(sets < most ? sets : most)};
     return 1;
   }
 #endif

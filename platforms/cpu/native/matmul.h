@@ -158,55 +158,69 @@ inline void mm_rows(const TA* a, int64_t lda, const uint8_t* b, int64_t ldb, int
 #define HR_BF16_DOTS 1
 constexpr int kWideCols = 4, kBlockRows = 6;  // panels and rows whose sums fill the registers
 
-// C[R][16 P] (`ldc` floats a row) = or += A[R, 0..k) * B for P panels that lie `panel` bytes apart: each pair of A is
-// loaded once for all of them.
-template <int R, int P>
-inline void block_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k, float* c,
-                        int64_t ldc, bool accumulate) {
-  __m512 acc[R][P];
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < P; ++j)
-      acc[r][j] = accumulate ? _mm512_loadu_ps(c + r * ldc + j * kCols) : _mm512_setzero_ps();
-  asm volatile("" : "+r"(a) : : "memory");  // see rows_pairs
-  const int64_t l = 2 * lda;
-  const char *row0 = reinterpret_cast<const char*>(a), *row3 = row0 + 3 * l;
-#define HR_ROW(r, place, row)                                       \
+// Products of up to 6 rows with up to 4 panels of pairs, a step at a time, for functions with R rows and P panels. Rows lie
+// `l` bytes apart, from row0 and row3 on; each pair of a row is loaded once for all panels, by instructions of which the
+// compiler does not know what they read. The sums have names, for GCC keeps an array of them in memory around the loop.
+#define HR_SUMS(M)                                                                                 \
+  M(0, 0) M(0, 1) M(0, 2) M(0, 3) M(1, 0) M(1, 1) M(1, 2) M(1, 3) M(2, 0) M(2, 1) M(2, 2) M(2, 3) \
+  M(3, 0) M(3, 1) M(3, 2) M(3, 3) M(4, 0) M(4, 1) M(4, 2) M(4, 3) M(5, 0) M(5, 1) M(5, 2) M(5, 3)
+#define HR_SUM_ZERO(r, j) __m512 c##r##j = _mm512_setzero_ps();
+#define HR_SUM_LOAD(r, j) __m512 c##r##j = R > r && P > j ? _mm512_loadu_ps(c + r * ldc + j * kCols) : _mm512_setzero_ps();
+#define HR_SUM_STORE(r, j) \
+  if constexpr (R > r && P > j) _mm512_storeu_ps(c + r * ldc + j * kCols, c##r##j);
+#define HR_SUM_DOT(r, j) \
+  if constexpr (P > j) c##r##j = _mm512_dpbf16_ps(c##r##j, w##j, x);
+#define HR_SUM_ROW(r, place, row)                                       \
   if constexpr (R > r) {                                            \
     __m512bh x;                                                     \
     asm("vpbroadcastd " place ", %0" : "=v"(x) : "r"(row), "r"(l)); \
-    for (int j = 0; j < P; ++j) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], w[j], x); \
+    HR_SUM_DOT(r, 0) HR_SUM_DOT(r, 1) HR_SUM_DOT(r, 2) HR_SUM_DOT(r, 3)             \
   }
-  for (int64_t pairs = k / 2; pairs > 0; --pairs) {
-    __m512bh w[P];
-    for (int j = 0; j < P; ++j) w[j] = (__m512bh)_mm512_loadu_si512(b + j * panel);
-    HR_ROW(0, "(%1)", row0)
-    HR_ROW(1, "(%1,%2)", row0)
-    HR_ROW(2, "(%1,%2,2)", row0)
-    HR_ROW(3, "(%1)", row3)
-    HR_ROW(4, "(%1,%2)", row3)
-    HR_ROW(5, "(%1,%2,2)", row3)
-    b += ldb;
-    row0 += 4, row3 += 4;
+#define HR_SUM_STEP(b0, b1, b2, b3)                                                                                        \
+  const __m512bh w0 = (__m512bh)_mm512_loadu_si512(b0), w1 = P > 1 ? (__m512bh)_mm512_loadu_si512(b1) : w0;            \
+  const __m512bh w2 = P > 2 ? (__m512bh)_mm512_loadu_si512(b2) : w0, w3 = P > 3 ? (__m512bh)_mm512_loadu_si512(b3) : w0; \
+  HR_SUM_ROW(0, "(%1)", row0)                                                                                              \
+  HR_SUM_ROW(1, "(%1,%2)", row0)                                                                                           \
+  HR_SUM_ROW(2, "(%1,%2,2)", row0)                                                                                         \
+  HR_SUM_ROW(3, "(%1)", row3)                                                                                              \
+  HR_SUM_ROW(4, "(%1,%2)", row3)                                                                                           \
+  HR_SUM_ROW(5, "(%1,%2,2)", row3)                                                                                         \
+  row0 += 4, row3 += 4;
+
+// C[R][16 P] (`ldc` floats a row) = or += A[R, 0..k) * B for P panels that lie `panel` bytes apart. With each pair, AHEAD lines
+// from `next` on are fetched.
+template <int R, int P, int AHEAD>
+inline void block_pairs(const bf16* a, int64_t lda, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k, float* c,
+                        int64_t ldc, bool accumulate, const uint8_t* next) {
+  HR_SUMS(HR_SUM_ZERO)
+#define HR_SUM_AGAIN(r, j) \
+  if constexpr (R > r && P > j) c##r##j = _mm512_loadu_ps(c + r * ldc + j * kCols);
+  if (accumulate) {
+    HR_SUMS(HR_SUM_AGAIN)
   }
-#undef HR_ROW
-  for (int r = 0; r < R; ++r)
-    for (int j = 0; j < P; ++j) {
-      asm volatile("" : "+v"(acc[r][j]) : : "memory");
-      _mm512_storeu_ps(c + r * ldc + j * kCols, acc[r][j]);
-    }
+#undef HR_SUM_AGAIN
+  asm volatile("" : "+r"(a) : : "memory");  // see rows_pairs
+  const int64_t l = 2 * lda;
+  const char *row0 = reinterpret_cast<const char*>(a), *row3 = row0 + 3 * l;
+  for (int64_t pairs = k / 2; pairs > 0; --pairs, b += ldb) {
+    for (int i = 0; i < AHEAD; ++i, next += 64) _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+    HR_SUM_STEP(b, b + panel, b + 2 * panel, b + 3 * panel)
+  }
+  asm volatile("" : "+v"(c00) : : "memory");
+  HR_SUMS(HR_SUM_STORE)
 }
 
-template <int P>
+template <int P, int AHEAD = 0>
 inline void mm_block(const bf16* a, int64_t lda, int rows, const uint8_t* b, int64_t ldb, int64_t panel, int64_t k,
-                     float* c, int64_t ldc, bool accumulate) {
+                     float* c, int64_t ldc, bool accumulate, const uint8_t* next = nullptr) {
   for (; rows >= kBlockRows; rows -= kBlockRows, a += kBlockRows * lda, c += kBlockRows * ldc)
-    block_pairs<kBlockRows, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    block_pairs<kBlockRows, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
   switch (rows) {
-    case 1: return block_pairs<1, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
-    case 2: return block_pairs<2, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
-    case 3: return block_pairs<3, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
-    case 4: return block_pairs<4, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
-    case 5: return block_pairs<5, P>(a, lda, b, ldb, panel, k, c, ldc, accumulate);
+    case 1: return block_pairs<1, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
+    case 2: return block_pairs<2, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
+    case 3: return block_pairs<3, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
+    case 4: return block_pairs<4, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
+    case 5: return block_pairs<5, P, AHEAD>(a, lda, b, ldb, panel, k, c, ldc, accumulate, next);
     default: return;
   }
 }
