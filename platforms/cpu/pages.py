@@ -67,8 +67,11 @@ class PagesAhead:
         self._watched.pop(memory.data_ptr(), None)
 
     def close(self) -> None:
+        """Ends the thread: it takes a piece more at most."""
         self._watched.clear()
         self._wanted.put(None)
+        if self._thread is not None:
+            self._thread.join()
 
     def _start(self) -> None:
         if self._thread is None:
