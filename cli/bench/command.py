@@ -248,6 +248,14 @@ def profile(
             min=0,
         ),
     ] = 0,
+    decodes: Annotated[
+        int,
+        typer.Option(
+            help="So many others decode beside those that read a prompt.",
+            rich_help_panel=_LOAD,
+            min=0,
+        ),
+    ] = 0,
     json_file: JsonFile = "",
     chrome_trace: Annotated[
         str,
@@ -266,7 +274,8 @@ def profile(
     """
     from headrace.cli.bench import run
 
-    loads = [(count, context, prompt_tokens) for count in run.numbers("--requests", requests)]
+    sizes = {"context": context, "prompt": prompt_tokens, "decodes": decodes}
+    loads = [{"requests": count, **sizes} for count in run.numbers("--requests", requests)]
     run.profile(run.Target(model, url, key, given), loads, run.TraceOutput(json_file, chrome_trace))
 
 

@@ -71,6 +71,7 @@ def summary(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[
         "requests": step["requests"],
         "context": step["context"],
         "prompt": step["prompt"],
+        "decodes": step["decodes"],
         "filled": step["filled"],
         "steps": step["steps"],
         "step_s": step["step_s"],
@@ -80,7 +81,8 @@ def summary(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[
         "multiply": step["multiply"],
         "limit_s": limit,
         "of_limit": limit / step["step_s"] if limit else None,
-        "tokens_per_s": step["requests"] * (step["prompt"] or 1) / step["step_s"],
+        "tokens_per_s": (step["requests"] * (step["prompt"] or 1) + step["decodes"])
+        / step["step_s"],
         "host": dict(step["host"]),
         "host_s": host,
         "device_busy_s": kernels.busy if kernels else None,
@@ -90,6 +92,8 @@ def summary(step: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[
 
 def table(whole: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Table:
     what = f"that read {whole['prompt']} more" if whole["prompt"] else "that decode"
+    if whole["decodes"]:
+        what += f", and {whole['decodes']} that decode"
     title = (
         f"{whole['requests']} requests of {whole['context']} tokens {what}: "
         f"{whole['step_s'] * 1e3:.2f} ms a step, {whole['tokens_per_s']:.0f} tokens/s"

@@ -217,8 +217,8 @@ def perplexity(target: Target, file: str, sizes: tuple[int, int], json_file: str
     _write("bench perplexity", arguments, [found], Output(json_file))
 
 
-def profile(target: Target, loads: Sequence[tuple[int, int, int]], output: TraceOutput) -> None:
-    """A table for each (requests, context, prompt)."""
+def profile(target: Target, loads: Sequence[Mapping[str, int]], output: TraceOutput) -> None:
+    """A table for each load: requests, context, prompt, decodes."""
     from headrace.cli.bench import hosts
     from headrace.cli.bench.profile import grouped, host_line, summary, table
     from headrace.cli.bench.trace import chrome
@@ -226,8 +226,8 @@ def profile(target: Target, loads: Sequence[tuple[int, int, int]], output: Trace
     results: list[dict[str, Any]] = []
     console = Console()
     with connect(target.model, target.url, target.key, target.given) as (api, name):
-        for requests, context, prompt in loads:
-            step = api.get(f"/debug/step?requests={requests}&context={context}&prompt={prompt}")
+        for load in loads:
+            step = api.get("/debug/step?" + "&".join(f"{name}={n}" for name, n in load.items()))
             if output.chrome_trace:
                 write_json(with_number(output.chrome_trace, len(results), len(loads)), chrome(step))
             try:
@@ -238,7 +238,7 @@ def profile(target: Target, loads: Sequence[tuple[int, int, int]], output: Trace
             console.print(table(whole, rows))
             console.print(host_line(whole), highlight=False)
             shares = None
-            if target.model and not prompt and hosts.can_be_seen():
+            if target.model and not load["prompt"] and hosts.can_be_seen():
                 shares = hosts.measure(api.where, name, step)
                 console.print(hosts.line(shares), highlight=False)
             results.append({**whole, "processes": shares, "ops": rows})

@@ -50,84 +50,83 @@ _KINDS = ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
 _LAUNCHES = ("_runtime", "_driver")
 
 
+Entries = tuple[list[NewRow], np.ndarray]  # of a plan: new rows, block updates
+
+
 class Load:
     """`requests` rows with `context` tokens that are in the cache, but for those that a step reads: one, or `prompt`
-    beyond the context. Blocks are shared where the cache is too small for all.
+    beyond the context; in the latter case `decodes` rows before them read one. Blocks are shared where the cache is
+    too small for all.
     """
 
-    def __init__(
-        self, runner: Runner, kv: KVPlan, requests: int, context: int, prompt: int
-    ) -> None:
-        limits = runner.limits
-        if not 1 <= requests <= limits.max_num_seqs:
-            raise ValueError(f"requests must be from 1 to {limits.max_num_seqs}, not {requests}")
+    def __init__(self, runner: Runner, kv: KVPlan, sizes: tuple[int, int, int, int]) -> None:
+        """`sizes`: requests, context, prompt, decodes."""
+        requests, context, prompt, decodes = sizes
+        limits, tokens = runner.limits, requests * prompt + decodes
+        if decodes and not prompt:
+            raise ValueError("decodes are beside requests that read a prompt; say prompt, too")
+        most = limits.max_num_seqs - decodes
+        if not 1 <= requests <= most:
+            raise ValueError(f"requests must be from 1 to {most}, not {requests}")
         most = limits.max_model_len - 1 - prompt
-        if not (0 if prompt else 1) <= context <= most:
+        if not (0 if prompt and not decodes else 1) <= context <= most:
             raise ValueError(f"context must be from 1 to {most}, not {context}")
-        if requests * prompt > limits.max_num_batched_tokens:
+        if tokens > limits.max_num_batched_tokens:
             raise ValueError(
-                f"requests x prompt is {requests * prompt}, more than the {limits.max_num_batched_tokens} tokens of a "
-                "step; raise --max-num-batched-tokens"
+                f"the step has {tokens} tokens, more than {limits.max_num_batched_tokens}; "
+                "raise --max-num-batched-tokens"
             )
-        self._runner, self._kv, self.requests, self.prompt = runner, kv, requests, prompt
+        self._runner, self._kv, self.requests = runner, kv, requests + decodes
+        self.prompt, self._context, self._decodes = prompt, context, decodes
         self.known = context + prompt
         self.cached = self.known - (prompt or 1)
-        vocab = runner.model.spec.vocab
-        self._tokens = np.random.default_rng(0).integers(0, vocab, (requests, self.known), np.int32)
+        shape, vocab = (self.requests, self.known), runner.model.spec.vocab
+        self._tokens = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
 
     def fill(self) -> int:
         """Compute the contexts, of as many rows as time allows; the others look at the same blocks. Their number."""
-        most, row, end = (
-            self._runner.limits.max_num_batched_tokens,
-            0,
-            time.perf_counter() + FILL_SECONDS,
-        )
+        most, row = self._runner.limits.max_num_batched_tokens, 0
+        end = time.perf_counter() + FILL_SECONDS
         while row < self.requests and (row == 0 or time.perf_counter() < end):
             rows = np.arange(row, min(self.requests, row + max(1, most // max(self.cached, 1))))
             new, done = self._entries(rows, self.requests), 0
             while done < self.cached:
                 count = min(self.cached - done, most // len(rows))
-                self._run(self._plan(rows, done, count, *new, sample=False))
+                self._run(self._plan(rows, done, count, new, False))
                 new, done = ([], _NO_BLOCKS), done + count
             row = int(rows[-1]) + 1
-        self._run(self.step(0, *self._entries(np.arange(self.requests), row)))
+        self._run(self.step(0, self._entries(np.arange(self.requests), row)))
         return row
 
-    def step(
-        self, number: int, new: list[NewRow] | None = None, blocks: np.ndarray | None = None
-    ) -> StepPlan:
+    def step(self, number: int, new: Entries | None = None) -> StepPlan:
         """Step `number` of a decode follows the one before it; of a prompt, all are the same."""
         last = self._runner.limits.max_model_len - 1
-        cached = self.cached if self.prompt else min(self.cached + number, last)
-        count, blocks = self.prompt or 1, _NO_BLOCKS if blocks is None else blocks
-        return self._plan(np.arange(self.requests), cached, count, new or [], blocks, sample=True)
+        rows = np.arange(self.requests)
+        decodes = rows < (self._decodes if self.prompt else self.requests)
+        done = np.where(decodes, min(self._context - 1 + number, last), self.cached)
+        count = np.where(decodes, 1, self.prompt)
+        return self._plan(rows, done, count, new or ([], _NO_BLOCKS), True)
 
     def _run(self, plan: StepPlan) -> None:
         self._runner.launch(plan).result()
 
     def _plan(
-        self,
-        rows: np.ndarray,
-        done: int,
-        count: int,
-        new: list[NewRow],
-        blocks: np.ndarray,
-        *,
-        sample: bool,
+        self, rows: np.ndarray, done: Any, count: Any, new: Entries, sample: bool
     ) -> StepPlan:
-        size = len(rows)
+        size, (new_rows, blocks) = len(rows), new
+        new_tokens = np.full(size, count, np.int32)
         return StepPlan(
             step_id=-1,
             rows=rows.astype(np.int32),
             num_computed=np.full(size, done, np.int32),
-            num_new=np.full(size, count, np.int32),
+            num_new=new_tokens,
             sample=np.full(size, sample, np.bool_),
-            num_decode=size if sample and count == 1 else 0,
-            new_rows=new,
+            num_decode=int((new_tokens == 1).sum()) if sample else 0,
+            new_rows=new_rows,
             block_updates=blocks,
         )
 
-    def _entries(self, rows: np.ndarray, own: int) -> tuple[list[NewRow], np.ndarray]:
+    def _entries(self, rows: np.ndarray, own: int) -> Entries:
         """What enters the rows: tokens, and blocks as row r modulo `own` has them."""
         greedy = SamplingParams(temperature=0.0)
         new = [NewRow(int(r), "", self._tokens[r].tobytes(), self.known, greedy) for r in rows]
@@ -162,9 +161,10 @@ class _WithHead:
 
 
 def profile_step(
-    runner: Runner, ops: Ops, kv: KVPlan, requests: int, context: int, prompt: int = 0
+    runner: Runner, ops: Ops, kv: KVPlan, sizes: tuple[int, int, int, int]
 ) -> dict[str, Any]:
-    """A step of `requests` requests, each of `context` tokens, that reads the last one of each or `prompt` more.
+    """`sizes`: requests, context, prompt, decodes. A step of `requests` requests, each of `context` tokens, that reads
+    the last one of each or `prompt` more; then also the last one of `decodes` others.
 
     Rows and cache are overwritten: nothing else may be in them. step_s: from one step to the next, two in flight; host:
     processor seconds of this thread in it, by part, and as "wait" the seconds until the device is ready; ops: (op,
@@ -172,7 +172,7 @@ def profile_step(
     multiply: operations a second of a large product, both measured; filled: requests with a context of their own.
     ValueError when it cannot be had.
     """
-    load = Load(runner, kv, requests, context, prompt)
+    load = Load(runner, kv, sizes)
     runtime = runner.runtime
     activity = runtime.profiler_activity()
     try:
@@ -183,7 +183,7 @@ def profile_step(
         trace: list[dict[str, Any]] = []
         if activity is not None:
             rows, trace = _traced(runner, ops, (load, numbers, spans), activity)
-        elif not prompt:
+        elif not load.prompt:
             rows = _taped(runner, load, spans)
         if not any(
             event["cat"] == "kernel" for event in trace
@@ -191,9 +191,7 @@ def profile_step(
             trace = []
             rows = rows if activity is None and rows else _clocked(runner, ops, spans)
         return {
-            "requests": requests,
-            "context": context,
-            "prompt": prompt,
+            **dict(zip(("requests", "context", "prompt", "decodes"), sizes, strict=True)),
             "filled": filled,
             "steps": len(numbers),
             "max_model_len": runner.limits.max_model_len,

@@ -240,8 +240,9 @@ async def metrics(request: Request) -> Response:
 @router.get("/debug/step")
 async def step(request: Request) -> Response:
     """Where a step of `requests` requests with `context` tokens each spends its time, op by op: one that decodes, or
-    one that reads `prompt` tokens more of each. Refused while requests run; cached prefixes are forgotten."""
-    sizes = {"requests": 1, "context": 256, "prompt": 0}
+    one that reads `prompt` tokens more of each, with `decodes` others that decode beside them. Refused while requests
+    run; cached prefixes are forgotten."""
+    sizes = {"requests": 1, "context": 256, "prompt": 0, "decodes": 0}
     for name in sizes:
         given = request.query_params.get(name, str(sizes[name]))
         if not (given.isascii() and given.isdigit() and len(given) < 9):

@@ -218,9 +218,12 @@ class Worker:
             taken.export_chrome_trace(f"{path}.{self.setup.rank}" if self.setup.world > 1 else path)
         return taken.key_averages().table(sort_by="self_cpu_time_total", row_limit=20)
 
-    def profile_step(self, requests: int, context: int, prompt: int = 0) -> dict[str, Any]:
+    def profile_step(
+        self, requests: int, context: int, prompt: int = 0, decodes: int = 0
+    ) -> dict[str, Any]:
         """Where a step's time goes, op by op; see runner/profile.py. What rows and cache held is lost."""
-        return profile_step(self._runner, self._ops, self._kv, requests, context, prompt)
+        sizes = (requests, context, prompt, decodes)
+        return profile_step(self._runner, self._ops, self._kv, sizes)
 
     def sleep(self, level: int) -> dict[str, Any]:
         """Give memory back; see sleep.py."""

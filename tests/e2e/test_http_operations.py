@@ -377,7 +377,7 @@ def test_what_the_worker_says_of_a_profile_is_passed_on(
 
     monkeypatch.setattr(ScriptedEngine, "call", call)
     asked = server.http.get("/debug/step", params={"requests": 3, "context": 50})
-    sizes = {"requests": 3, "context": 50, "prompt": 0}
+    sizes = {"requests": 3, "context": 50, "prompt": 0, "decodes": 0}
     assert asked.json() == {"method": "profile_step", **sizes}
     assert refused(server.http.get("/debug/step?requests=17"), 400)["param"] == "requests"
     for query in ("requests=many", "requests=-1", "prompt=x", "context=1e3", f"context={'9' * 40}"):

@@ -95,6 +95,7 @@ def folder(tmp_path_factory):
         ((), (2, 0, 100)),
         (("native",), (3, 200)),
         (("native",), (3, 30, 1)),
+        ((), (2, 30, 40, 3)),
     ],
 )
 def test_every_op_of_a_step_is_there_and_nothing_stays(folder, disable, sizes):
@@ -108,7 +109,7 @@ def test_every_op_of_a_step_is_there_and_nothing_stays(folder, disable, sizes):
     assert ops.count("linear") == 3 * 4 + 1 and ops[0] == "embedding"
     assert sum("attention" in op for op in ops) >= 3
     assert all(seconds > 0 for *_, seconds in step["ops"]) and not step["trace"]
-    assert step["filled"] == sizes[0] and step["steps"] >= 3 and step["on_host"]
+    assert step["filled"] == sizes[0] + sum(sizes[3:]) and step["steps"] >= 3 and step["on_host"]
     assert 0 < step["host"]["launch"] < step["step_s"] * 2
     assert step["bandwidth"] > 1e8 and step["multiply"] > 1e8
 
@@ -165,6 +166,8 @@ def test_what_cannot_be_had_is_said(folder):
                 engine.executor.call("profile_step", *sizes)
         with pytest.raises(CallFailed, match="--max-num-batched-tokens"):
             engine.executor.call("profile_step", 16, 10, 33)
+        with pytest.raises(CallFailed, match="say prompt"):
+            engine.executor.call("profile_step", 2, 10, 0, 3)
 
 
 def test_attention_that_turns_reads_what_attention_reads():

@@ -16,6 +16,7 @@ STEP: dict[str, Any] = {
     "requests": 4,
     "context": 256,
     "prompt": 0,
+    "decodes": 0,
     "filled": 4,
     "steps": 3,
     "max_model_len": 512,
