@@ -52,7 +52,7 @@ class StepPlan(msgspec.Struct):
         return int(self.num_new.sum())
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: the token itself and the likeliest ones, best first.
 
     Taken from the log-softmax of the raw logits (before temperature, penalties and bias).

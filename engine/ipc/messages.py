@@ -43,8 +43,9 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 ToEngine = Submit | Abort | Call | Shutdown
 
 
-class RequestOutput(msgspec.Struct, omit_defaults=True):
-    """New tokens of one request. The last one has a finish_reason."""
+class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
+    """New tokens of one request. The last one has a finish_reason. Many are made a step, and none is part of a cycle:
+    the collector need not look at them."""
 
     request_id: str
     token_ids: list[int] = []
