@@ -47,12 +47,6 @@ def step_tokens(device: DeviceInfo, large: int = 40) -> Default:
     )
 
 
-def mixed_tokens() -> Default:
-    """Tokens of a step that reads prompts beside decodes, for accelerators."""
-    reason = "products are at full speed here, and running requests wait little"
-    return Default(1024, reason)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The few numbers of a model that a platform's defaults may depend on. Torch-free.
@@ -70,6 +64,14 @@ class ModelShape:
     parameters: int  # weights in total
     dtype: str  # dtype stored in the checkpoint
     max_position: int
+    experts: int = 0  # of a layer; 0 = none
+
+
+def mixed_tokens(model: ModelShape) -> Default:
+    """Tokens of a step that reads prompts beside decodes, for accelerators."""
+    if model.experts:
+        return Default(2048, "tokens enough for each expert, and running requests wait little")
+    return Default(1024, "products are at full speed here, and running requests wait little")
 
 
 class Platform(ABC):

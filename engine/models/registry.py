@@ -90,6 +90,7 @@ def model_shape(spec: ModelSpec) -> ModelShape:
         parameters=sum(math.prod(weight.shape) for weight in weights),
         dtype=spec.dtype,
         max_position=spec.max_position,
+        experts=spec.experts,
     )
 
 

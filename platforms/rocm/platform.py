@@ -102,7 +102,7 @@ class RocmPlatform(Platform):
             "model.dtype": Default(dtype, f"{device.arch} multiplies {dtype} {how}"),
             "cache.block_size": Default(32, "fine enough to share prefixes, long enough to read"),
             "scheduler.max_num_batched_tokens": step_tokens(device),
-            "scheduler.max_num_mixed_tokens": mixed_tokens(),
+            "scheduler.max_num_mixed_tokens": mixed_tokens(model),
             "scheduler.max_num_seqs": Default(256, "decoding is bound by memory up to about here"),
         }
 

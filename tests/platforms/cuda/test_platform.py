@@ -74,6 +74,9 @@ def test_defaults_have_reasons_and_follow_the_device():
     tokens = "scheduler.max_num_batched_tokens"
     assert small[tokens].value < large[tokens].value
     assert all(default.reason for default in (*small.values(), *large.values()))
+    mixed, device = "scheduler.max_num_mixed_tokens", CudaPlatform.describe("sm_90")
+    sparse = CudaPlatform().defaults(dataclasses.replace(SHAPE, experts=128), device)
+    assert large[mixed].value < sparse[mixed].value < large[tokens].value
 
 
 def config(dtype="auto", world=1, worker="auto"):
