@@ -19,8 +19,8 @@ _EXPERTS = {
 # Decodes by the query heads of a KV head: BLOCK_N, warps, stages.
 _FEW_DECODES = {8: (128, 4, 3)}
 _MANY_DECODES = (32, 1, 2)
-# BLOCK_M, BLOCK_N, warps, stages of prompts.
-_PROMPTS = (128, 64, 8, 3)
+# By the size of heads, up to which they serve: BLOCK_M, BLOCK_N, warps, stages and programs a unit of prompts.
+_PROMPTS = {64: (128, 64, 4, 3, 0), 128: (128, 64, 8, 4, 1), 256: (128, 64, 8, 2, 1)}
 
 
 def kernel_options(
@@ -32,9 +32,13 @@ def kernel_options(
     if kernel.startswith("experts_"):
         chosen = _EXPERTS.get((kernel, options.get("BLOCK_M", 0)))
         return dict(zip(_PRODUCT, chosen, strict=True)) if chosen else {}
-    if kernel == "prefill" and query.head_dim <= 128 >= query.v_head_dim:
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-        return dict(zip(names, _PROMPTS, strict=True))
+    if kernel == "prefill":
+        widest = max(query.head_dim, query.v_head_dim)
+        prompts = next(chosen for size, chosen in _PROMPTS.items() if widest <= size)
+        if widest > 128 and query.softcap:  # whose tangents take registers
+            prompts = (128, 32, 8, 3, 1)
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "PROGRAMS")
+        return dict(zip(names, prompts, strict=True))
     if kernel in ("decode", "decode_many") and query.head_dim <= 128 >= query.v_head_dim:
         group = query.q_heads // query.kv_heads
         decode = _MANY_DECODES if kernel == "decode_many" else _FEW_DECODES.get(group)

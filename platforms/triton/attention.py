@@ -118,6 +118,7 @@ def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, 
         "BLOCK_N": keys,
         "num_warps": warps,
         "num_stages": stages,
+        "PROGRAMS": 0,  # for each unit, that take tiles in turn; 0: a program for each tile
     }
     return launch_options("prefill", query, runtime, options, dependent=True)
 
@@ -158,8 +159,10 @@ class TritonAttention(PagedAttention):
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
         options = prefill_options(query, runtime)
         self._prefill = Launchers(prefill_kernel, options)
-        # Programs for each KV head of prompts that leave room to decodes beside them; 0: they come one after the other.
-        self.beside = max(1, runtime.info.units // query.kv_heads) if options["PDL"] else 0
+        # of each KV head, that prompts take; None: one for each tile
+        each = options["PROGRAMS"] * runtime.info.units // query.kv_heads
+        self.programs = max(1, each) if options["PROGRAMS"] else None
+        self.overlap = options["PDL"]  # decodes run beside prompts
         self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
         self._parts = query.kv_heads  # of the query heads, to each of which a program belongs
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
@@ -319,9 +322,8 @@ class TritonAttention(PagedAttention):
             sinks = self._no_sinks
         caches = (k_cache, v_cache)
         if plan.tiles is not None:
-            programs = count = len(plan.tiles)
-            if plan.decodes and self.beside:
-                programs = min(count, self.beside)
+            count = len(plan.tiles)
+            programs = min(count, self.programs or count)
             if k_cache.stride() != v_cache.stride():
                 raise ValueError(
                     "keys and values lie in unlike strides; views of one memory do not"
@@ -356,7 +358,7 @@ class TritonAttention(PagedAttention):
         partial, lse = self._partial(out, plan)
         grid = (splits, self._parts, plan.decodes)
         made = self._decode_many if plan.decodes >= self._many else self._decode
-        beside = bool(self.beside) and plan.tiles is not None
+        beside = self.overlap and plan.tiles is not None
         made(SIZE=plan.block_size, BESIDE=beside)(
             grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,

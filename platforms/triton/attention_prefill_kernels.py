@@ -22,14 +22,33 @@ def rows_at(head_start, rows, live, WIDTH: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def tile_at(tiles, starts, seq_lens, tile, count):
-    """(request, first token in the tile, first row of the request, its tokens, keys before them)."""
+def tile_at(tiles, starts, seq_lens, turn, count):
+    """Of a program's tile at its `turn`: request, first token in the tile, first row of the request, its tokens and
+    the keys before them; no tokens where there is no such tile.
+
+    Tiles come with the longest first, so programs take them to and fro: who had the longest has the shortest next.
+    """
+    programs, mine = tl.num_programs(0), tl.program_id(0)
+    tile = turn * programs + tl.where(turn % 2 == 0, mine, programs - 1 - mine)
     there = tile < count
     request = tl.load(tiles + 2 * tile, mask=there, other=0)
     first = tl.load(tiles + 2 * tile + 1, mask=there, other=0)
     start = tl.load(starts + request)
     tokens = tl.load(starts + request + 1) - start
-    return request, first, start, tokens, tl.load(seq_lens + request) - tokens
+    context = tl.load(seq_lens + request) - tokens
+    return request, first, start, tl.where(there, tokens, 0), context
+
+
+@triton.jit
+def keys_of(
+    first, tokens, context, TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """(first key, the one behind the last) that a tile's rows see; none if it has no token."""
+    end = tl.where(first < tokens, context + tl.minimum(first + TOKENS, tokens), 0)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return begin, end
 
 
 @triton.jit(do_not_specialize=["table_stride", "count"])
@@ -43,7 +62,7 @@ def prefill_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """tiles [count, 2] int32: (request, its first token in the tile); a tile has BLOCK_M // GROUP tokens, or none
-    where the first one lies behind the request's last. A program takes the tiles num_programs apart.
+    where the first one lies behind the request's last.
 
     The numbers of the blocks that hold the next keys are loaded while these keys are multiplied, so that loads of keys
     wait for no other load and several are on their way; only keys that some row does not see are compared with rows.
@@ -57,12 +76,13 @@ def prefill_kernel(
     row = tl.arange(0, BLOCK_M)
     order = tl.arange(0, BLOCK_N)
     heads = head * GROUP + row % GROUP
-    request, first, start, tokens, context = tile_at(
-        tiles, starts, seq_lens, tl.program_id(0), count
-    )
+    request, first, start, tokens, context = tile_at(tiles, starts, seq_lens, 0, count)
+    begin, end = keys_of(first, tokens, context, TOKENS, WINDOW, BLOCK_N)
+    blocks = table + request.to(tl.int64) * table_stride
+    ids = tl.load(blocks + (begin + order) // SIZE, mask=begin + order < end, other=0)
     after_previous(PDL)
     let_next_start(PDL)
-    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+    for turn in range(tl.cdiv(count, tl.num_programs(0))):
         token = first + row // GROUP
         live = (row < TOKENS * GROUP) & (token < tokens)
         rows = (start + token).to(tl.int64)
@@ -72,22 +92,13 @@ def prefill_kernel(
         queries = tl.load(places[:, None] + at[None, :], mask=mask, other=0.0)
         high = context + token + 1
         all_see = context + first + 1  # keys
-        end = tl.where(first < tokens, context + tl.minimum(first + TOKENS, tokens), 0)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(all_see - WINDOW, 0) // BLOCK_N * BLOCK_N
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
             top = tl.load(sinks + heads).to(tl.float32) * LOG2E
             total = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
-        blocks = table + request.to(tl.int64) * table_stride
-        request, first, start, tokens, context = tile_at(
-            tiles, starts, seq_lens, tile + tl.num_programs(0), count
-        )
-        key = begin + order
-        ids = tl.load(blocks + key // SIZE, mask=key < end, other=0)
+        request, first, start, tokens, context = tile_at(tiles, starts, seq_lens, turn + 1, count)
         for n in range(begin, end, BLOCK_N):
             key = n + order
             stored = ids.to(tl.int64) * block_stride + key % SIZE * slot_stride
@@ -118,6 +129,9 @@ def prefill_kernel(
             values = values.to(queries.dtype)
             acc = tl.dot(weights.to(queries.dtype), values, acc, input_precision=PRECISION)
             top = new_top
+        begin, end = keys_of(first, tokens, context, TOKENS, WINDOW, BLOCK_N)
+        blocks = table + request.to(tl.int64) * table_stride
+        ids = tl.load(blocks + (begin + order) // SIZE, mask=begin + order < end, other=0)
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         at = tl.arange(0, DV_PAD)
         places = out + rows * o_token + heads * o_head

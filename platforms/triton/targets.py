@@ -25,8 +25,8 @@ _SHARED = {
     "gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1201": 64,
 }  # fmt: skip
 ARCHS = tuple(_SHARED)
-# Bytes that a variant may spill. On NVIDIA's devices prompts in tiles of 128 rows on four warps spill up to 300 and are
-# faster even so: 15 % than eight warps without a spill, measured on an H200. Where matrix units have no float32, a
+# Bytes that a variant may spill. On NVIDIA's devices prompts with heads of 256 spill up to 100 (on sm_100 300) and are
+# faster even so: twice as fast on an H200 as half the tile without a spill. Where matrix units have no float32, a
 # thread holds whole rows of both operands: heads of 256 do not fit its 256 registers.
 MOST_SPILLS, MOST_SPILLS_EXACT = 320, 512
 CACHES = ("k_cache", "v_cache")

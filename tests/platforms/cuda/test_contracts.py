@@ -262,11 +262,11 @@ def test_decodes_beside_prompts_see_what_was_written(make, runtime):
             rows = wide(y, ones, 1e-6).view(tokens, 48, 128)
             if apart:
                 torch.cuda.synchronize()
-                op.beside = 0
+                op.overlap = False
             y = op.turn_and_attend(*rows.split((32, 8, 8), dim=1), turn, caches, plan).flatten(1)
             if apart:
                 torch.cuda.synchronize()
-                op.beside = 16
+                op.overlap = True
         return narrow(y, ones[:4096], 1e-6)
 
     torch.cuda.synchronize()

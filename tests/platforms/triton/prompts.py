@@ -35,8 +35,8 @@ QUERIES = (
     attention(4, 2, 32, "float16", kv_dtype="fp8_e4m3"),
 )
 TILE = 16
-# programs for each KV head (0: one for each tile), BLOCK_N, block size of the cache
-WAYS = ((2, 32, 16), (0, 16, 32), (3, 16, 16))
+# programs for each KV head (None: one for each tile), BLOCK_N, block size of the cache
+WAYS = ((2, 32, 16), (None, 16, 32), (3, 16, 16))
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def main() -> int:
             changed if kernel == "prefill" else {}
         )
         op = TritonAttention(query, runtime)
-        op.beside = programs
+        op.programs, op.overlap = programs, index % 2 == 0
         reference = ReferenceAttention(query, runtime)
         tolerance = tolerance_of(CONTRACTS["paged_attention"], query)
         for step in STEPS:
