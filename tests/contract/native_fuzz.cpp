@@ -98,10 +98,11 @@ struct Packed {
 void linear(hr_pool* pool) {
   const int format = kFormats[between(0, 12)];
   const bool half = format == HR_W_F16;
-  const Packed w(pool, format, between(1, 70), Packed::width(format, 600));
+  const bool large = chance(2);  // more than caches are counted on to hold
+  const Packed w(pool, format, between(1, large ? 300 : 70), Packed::width(format, large ? 3000 : 600));
   hr::QuantType t;
   const int x_dtype = hr::quant_type(format, &t) || half ? between(0, 2) : between(0, 1);
-  const int rows = chance(10) ? 0 : between(1, chance(30) ? 70 : 9), y_dtype = between(0, 2);
+  const int rows = chance(10) ? 0 : between(1, large ? 300 : chance(30) ? 70 : 9), y_dtype = between(0, 2);
   hr_linear a{};
   a.rows = rows, a.k = int(w.k), a.n = int(w.n), a.format = format, a.x_dtype = x_dtype, a.y_dtype = y_dtype;
   a.x_stride = w.k + between(0, 9), a.y_stride = w.n + between(0, 9), a.prompt = between(0, 1);

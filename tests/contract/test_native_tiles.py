@@ -67,11 +67,11 @@ def native(request):
     return request.getfixturevalue(request.param)
 
 
-# rows: one tile and less, one pair of tiles and more, two blocks of rows; columns: parts of a panel, of a pair of
-# panels and of a chunk's; inputs: less than a depth, several of which the last is short
+# rows: one tile and less, one pair of tiles and more, blocks of rows; columns: parts of a panel, of a pair of panels
+# and of a chunk's; inputs: less than a depth, several of which the last is short, more than stay near
 SHAPES = (
     (5, 32, 3), (16, 512, 16), (17, 544, 17), (32, 1056, 100), (33, 96, 32), (40, 1088, 50), (77, 544, 130),
-    (512, 64, 48), (545, 576, 33), (1030, 32, 20),
+    (512, 64, 48), (545, 576, 33), (1030, 32, 20), (300, 2592, 290),
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_bfloat16(native, rows, k, n, out):
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks(native, kind):
     """Weights are what the blocks hold, rounded to bfloat16; nothing else is rounded but sums."""
-    for rows, k, n in ((24, 768, 40), (70, 512, 130), (530, 768, 20)):
+    for rows, k, n in ((24, 768, 40), (70, 512, 130), (260, 2304, 70)):
         raw = blocks(kind, n, k, seed=rows)
         weight = values(kind, raw)
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()

@@ -12,18 +12,13 @@
 
 namespace hr {
 
-constexpr int kTile = 16;                // rows, and columns of the result
+constexpr int kTile = 16;  // rows, and columns of the result
 constexpr int64_t kTileBytes = 1024;
-#ifndef HR_TILE_DEPTH
-#define HR_TILE_DEPTH 512
-#endif
-#ifndef HR_TILE_BLOCK
-#define HR_TILE_BLOCK 512
-#endif
-constexpr int64_t kDepth = HR_TILE_DEPTH;      // inputs of two panels that stay in the first cache for all rows
-constexpr int64_t kRowBlock = HR_TILE_BLOCK;   // rows whose inputs of that depth stay in the second
-constexpr int64_t kTilePairs = 4;              // pairs of panels of a chunk, at most
-constexpr int64_t kOwnPack = 32;         // up to here every thread packs x for itself: cheaper than one more step
+// What stays near: of two panels so many inputs in the first cache, for all rows of a block; of the block as many times
+// so many inputs in the second, for all panels of a chunk. A thread gets from the third a tenth of what it multiplies.
+constexpr int64_t kDepth = 512, kDepths = 4, kRowBlock = 256;
+constexpr int64_t kTilePairs = 8;  // pairs of panels whose sums wait in the second cache, at most
+constexpr int64_t kOwnPack = 32;   // rows up to which every thread packs x for itself: cheaper than one more step
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -118,22 +113,24 @@ inline void mm_tiles(int64_t rows, int cols, const TileInput& a, const TileInput
   }
 }
 
-// x in tiles. Blocks of kRowBlock rows lie one behind the other; in a block kDepth inputs of all rows, then the next; in
-// those, pairs of tiles of 16 rows (the last may be one tile), 32 inputs of both, then the next.
+// x in tiles. Blocks of rows lie one behind the other, of equal size, a multiple of 32 and at most kRowBlock; in a block
+// kDepth inputs of all rows, then the next; in those, pairs of tiles of 16 rows (the last may be one tile), 32 inputs of
+// both, then the next.
 struct PackedTiles {
-  int64_t rows, k;
+  int64_t rows, k, blocks, block_rows;
+  PackedTiles(int64_t rows, int64_t k)
+      : rows(rows), k(k), blocks((rows + kRowBlock - 1) / kRowBlock),
+        block_rows(((rows + blocks - 1) / blocks + 2 * kTile - 1) / (2 * kTile) * (2 * kTile)) {}
   static int64_t padded(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
   static int64_t bytes(int64_t rows, int64_t k) { return padded(rows) * k * 2; }
   int64_t pairs() const { return (rows + 2 * kTile - 1) / (2 * kTile); }
   int64_t depths() const { return (k + kDepth - 1) / kDepth; }
   int64_t depth(int64_t i) const { return k - i * kDepth < kDepth ? k - i * kDepth : kDepth; }
-  int64_t count(int64_t pair) const {  // rows of a pair, padding included
-    return padded(rows - pair * 2 * kTile < 2 * kTile ? rows - pair * 2 * kTile : 2 * kTile);
-  }
+  int64_t rows_from(int64_t row, int64_t most) const { return rows - row < most ? rows - row : most; }
+  int64_t count(int64_t pair) const { return padded(rows_from(pair * 2 * kTile, 2 * kTile)); }  // rows, with padding
   int64_t at(int64_t pair, int64_t i) const {  // where the i-th depth of a pair lies
-    const int64_t row = pair * 2 * kTile, block = row / kRowBlock * kRowBlock;
-    const int64_t here = padded(rows - block < kRowBlock ? rows - block : kRowBlock);
-    return 2 * (block * k + here * i * kDepth + (row - block) * depth(i));
+    const int64_t row = pair * 2 * kTile, block = row / block_rows * block_rows;
+    return 2 * (block * k + padded(rows_from(block, block_rows)) * i * kDepth + (row - block) * depth(i));
   }
   void pack(const bf16* x, int64_t stride, int64_t pair, int64_t i, uint8_t* out) const {
     const int64_t tiles = count(pair) / kTile, steps = depth(i) / 32, first = pair * 2 * kTile;

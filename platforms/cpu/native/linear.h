@@ -277,7 +277,7 @@ inline bool takes_tiles(const hr_linear& a, bool quantized) {
 // A chunk is a run of pairs of tiles, depth by depth.
 inline void run_pack_tiles(const void* p, int chunk, int chunks, Scratch&) {
   const hr_linear& a = *static_cast<const hr_linear*>(p);
-  const PackedTiles x{a.rows, a.k};
+  const PackedTiles x(a.rows, a.k);
   const int64_t all = x.pairs() * x.depths();
   for (int64_t at = all * chunk / chunks; at < all * (chunk + 1) / chunks; ++at)
     x.pack(static_cast<const bf16*>(a.x), a.x_stride, at / x.depths(), at % x.depths(), static_cast<uint8_t*>(a.scratch));
@@ -298,30 +298,30 @@ inline void write_tiles(const hr_linear& a, const float* c, int64_t row, int64_t
 }
 
 // What a chunk of run_linear_tiles works on: a block of rows and pairs of panels [first, last), of which kDepth inputs are
-// taken at a time. All pairs of a depth come first, since x of that depth is near then; where rows are few, all depths of
-// a pair, as they lie.
+// taken at a time. The depths of a pair follow each other, as they lie, until x of that many would leave the second cache:
+// then all pairs have their turn before the next.
 struct TileTask {
   const hr_linear& a;
   PackedTiles x;
-  int64_t row, rows, first, last, widest, panel_bytes;
-  bool by_pair;
+  int64_t row, rows, first, last, widest, panel_bytes, near;  // near: depths that follow each other
   struct Unit {
     int64_t pair, depth, panel, count;  // pair: from the task's first on; count: inputs
     int cols;
   };
-  TileTask(const hr_linear& a, int chunk, int chunks) : a(a), x{a.rows, a.k}, panel_bytes(hr::panel_bytes(a.format, a.k)) {
-    const int64_t blocks = (a.rows + kRowBlock - 1) / kRowBlock, groups = chunks / blocks;
-    const int64_t pairs = (panels(a.n) + 1) / 2, group = chunk / blocks;  // those that share weights run together
-    row = chunk % blocks * kRowBlock;
-    rows = a.rows - row < kRowBlock ? a.rows - row : kRowBlock;
+  TileTask(const hr_linear& a, int chunk, int chunks) : a(a), x(a.rows, a.k), panel_bytes(hr::panel_bytes(a.format, a.k)) {
+    const int64_t groups = chunks / x.blocks, pairs = (panels(a.n) + 1) / 2;
+    const int64_t group = chunk % groups;  // a thread's next chunk is likely one of the same rows
+    row = chunk / groups * x.block_rows;
+    rows = x.rows_from(row, x.block_rows);
     first = pairs * group / groups, last = pairs * (group + 1) / groups, widest = (pairs + groups - 1) / groups;
-    by_pair = row_pairs() == 1;
+    near = row_pairs() == 1 ? x.depths() : std::min(kDepths, x.depths());
   }
   int64_t row_pairs() const { return (rows + 2 * kTile - 1) / (2 * kTile); }
   int64_t units() const { return (last - first) * x.depths(); }
+  bool at_once() const { return near == x.depths(); }  // a pair is done before the next
   Unit unit(int64_t at) const {
-    const int64_t width = last - first, depths = x.depths();
-    const int64_t pair = by_pair ? at / depths : at % width, depth = by_pair ? at % depths : at / width;
+    const int64_t turn = (last - first) * near, before = at / turn * near, here = std::min(near, x.depths() - before);
+    const int64_t pair = at % turn / here, depth = before + at % turn % here;
     const int64_t panel = (first + pair) * 2;
     return {pair, depth, panel, x.depth(depth), panel + 1 < panels(a.n) ? 2 : 1};
   }
@@ -362,7 +362,7 @@ inline void run_linear_tiles(const void* p, int chunk, int chunks, Scratch& scra
   const int64_t row_pairs = task.row_pairs(), sums = 4 * kTileBytes * row_pairs;
   // scratch: [x in tiles, if it is one's own][two panels expanded, twice][sums of a pair, or of all]
   const int64_t x_bytes = own ? PackedTiles::bytes(a.rows, a.k) : 0, wide = kDepth * kCols * 2;
-  uint8_t* base = scratch.need(size_t(x_bytes + 4 * wide + sums * (task.by_pair ? 1 : task.widest)));
+  uint8_t* base = scratch.need(size_t(x_bytes + 4 * wide + sums * (task.at_once() ? 1 : task.widest)));
   uint8_t *expanded = base + x_bytes, *c = expanded + 4 * wide;
   const uint8_t* packed = own ? base : static_cast<const uint8_t*>(a.scratch);
   if (own && scratch.tag != scratch.step) {
@@ -390,7 +390,7 @@ inline void run_linear_tiles(const void* p, int chunk, int chunks, Scratch& scra
     for (int64_t r = 0; r < row_pairs; ++r) {
       const int64_t number = task.row / (2 * kTile) + r, live = std::min<int64_t>(task.rows - r * 2 * kTile, 2 * kTile);
       const TileInput in{packed + x.at(number, u.depth), 64, kTileBytes, x.count(number) / kTile * kTileBytes};
-      const TileOutput out{c + (task.by_pair ? 0 : u.pair) * sums + r * 4 * kTileBytes, 64, u.cols * kTileBytes, kTileBytes};
+      const TileOutput out{c + (task.at_once() ? 0 : u.pair) * sums + r * 4 * kTileBytes, 64, u.cols * kTileBytes, kTileBytes};
       mm_tiles(live, u.cols, in, b, u.count / 32, out, u.depth > 0, meanwhile);
       if (u.depth + 1 == x.depths())
         write_tiles(a, reinterpret_cast<float*>(out.at), task.row + r * 2 * kTile, live, u.panel, u.cols);
@@ -399,12 +399,16 @@ inline void run_linear_tiles(const void* p, int chunk, int chunks, Scratch& scra
   }
 }
 
-// Chunks of run_linear_tiles: enough that threads end together, as wide as that lets them be, for each reads all of x.
+// Chunks of run_linear_tiles. All rows of a block are read for each, so they are wide: few for a thread, and where sums
+// have to wait, one.
 inline int64_t tile_chunks(const hr_linear& a, int threads) {
-  const int64_t pairs = (panels(a.n) + 1) / 2, blocks = (a.rows + kRowBlock - 1) / kRowBlock;
+  const PackedTiles x(a.rows, a.k);
+  const int64_t pairs = (panels(a.n) + 1) / 2;
   if (a.rows <= kOwnPack) return threads == 1 ? 1 : std::min<int64_t>(pairs, threads * 6);
-  const int64_t most = (pairs + 1) / 2, fewest = (pairs + kTilePairs - 1) / kTilePairs;
-  return blocks * std::clamp<int64_t>((threads * 3 + blocks - 1) / blocks, fewest, std::max(most, fewest));
+  const bool at_once = x.depths() <= kDepths;
+  const int64_t wanted = threads * (at_once || x.blocks == 1 ? 3 : 1);
+  const int64_t fewest = at_once ? 1 : (pairs + kTilePairs - 1) / kTilePairs;
+  return x.blocks * std::clamp<int64_t>((wanted + x.blocks - 1) / x.blocks, fewest, pairs);
 }
 #endif
 
@@ -420,7 +424,7 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
     const int64_t chunks = tile_chunks(a, threads);
     if (chunks <= 65535) {
       int steps = 0;
-      const PackedTiles x{a.rows, a.k};
+      const PackedTiles x(a.rows, a.k);
       if (a.rows > kOwnPack) out[steps++] = {run_pack_tiles, &a, clamp_chunks(std::min<int64_t>(x.pairs() * x.depths(), threads))};
       out[steps++] = {run_linear_tiles, &a, int(chunks)};
       return steps;
