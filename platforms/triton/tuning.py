@@ -62,7 +62,6 @@ SPACES: Mapping[str, Mapping[str, Sequence[int]]] = {
         "BLOCK_N": (32, 64, 128),
         "num_warps": (4, 8),
         "num_stages": _STAGES,
-        "PROGRAMS": (0, 1, 2),
     },
 }
 # requests, keys and new tokens of each
