@@ -73,13 +73,16 @@ class Engine:
         self._poller.register(stop.fileno(), zmq.POLLIN)
 
     def run(self) -> None:
+        self._receive()
         while not self._stop.is_set:
-            self._receive()
             self._serve_calls()
             self._submit_steps()
             self._send_outputs()
             self._send_stats()
-            if not self._poller.poll(self._patience()):
+            ready = dict(self._poller.poll(self._patience()))
+            if self._server.socket in ready:
+                self._receive()
+            elif not ready:
                 self._capture_graph()
             self._collect()
         self._outputs += self._scheduler.abort_all()

@@ -257,13 +257,9 @@ class Runner:
         if self._stream is None:
             # what captured steps hold between them: at most twice the largest one's
             graphs = 2 * max((key.num_tokens for key in self.graph_keys()), default=0)
-            return estimate_activations(
-                self.model.spec,
-                limits.max_num_batched_tokens + graphs,
-                count,
-                self._collectives.world,
-                SLICE_ELEMENTS,
-            )
+            tokens = limits.max_num_batched_tokens + graphs
+            world, spec = self._collectives.world, self.model.spec
+            return estimate_activations(spec, tokens, count, world, SLICE_ELEMENTS)
 
         def reserve(nbytes: int, tag: str) -> torch.Tensor:  # gone when the real caches are bound
             return torch.zeros(nbytes, dtype=torch.uint8, device=runtime.device)
@@ -274,10 +270,15 @@ class Runner:
         runtime.synchronize()
         runtime.reset_peak_memory()
         base = runtime.peak_memory()
+        self._largest_step()
+        return max(runtime.peak_memory() - base, 0) + self._graph_memory()
+
+    def _largest_step(self) -> None:
+        limits = self.limits
+        count = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         share, rest = divmod(limits.max_num_batched_tokens, count)
         chunks = [min(share + (i < rest), limits.max_model_len) for i in range(count)]
         self._dummy(chunks, _FILTERED)
-        return max(runtime.peak_memory() - base, 0) + self._graph_memory()
 
     def _graph_memory(self) -> int:
         """Bytes that all graphs may take: each what an eager step of its size takes, and the device's own part. Memory
@@ -327,6 +328,10 @@ class Runner:
         if graphs and key:
             with torch.inference_mode(), self.on_stream():
                 graphs.capture(key, self._dummy_inputs(key, graphs.static))
+        elif graphs and graphs.warm:
+            # The first capture gave all memory back that was kept for reuse. To get it again while steps grow takes
+            # tens of milliseconds each time, for which the device waits.
+            self._largest_step()
         return key is not None
 
     def _step_graphs(self, keys: list[GraphKey]) -> StepGraphs:
