@@ -85,15 +85,16 @@ class BatchBuilder:
         self._groups = len(rows.tables_host)
         counts = [max_tokens] * (2 + self._groups) + [max_reqs + 1] * 10
         # of a decode: changes of block tables besides
-        most = [max_reqs * 2 * self._groups] * 2 + [max_reqs + 3] * (10 + self._groups)
+        most = [self.changes(max_reqs)] * 2 + [max_reqs + 3] * (10 + self._groups)
         self._ring = StagingRing(runtime, max(packed_size(counts), packed_size(most)))
         self._decodes: dict[int, _Decode] = {}
         self._counting = np.arange(max_reqs + 1, dtype=np.int32)
         self._starts = torch.arange(max_reqs + 1, dtype=torch.int32, device=runtime.device)
 
     def changes(self, size: int) -> int:
-        """Changes of block tables that a decode of `size` requests may enter itself."""
-        return size * 2 * self._groups
+        """Changes of block tables that a decode of `size` requests may enter itself: rarely do all need a block at
+        once."""
+        return (8 + size // 4) * self._groups
 
     def build(
         self,
