@@ -142,10 +142,17 @@ void run_embedding(const void* p, int chunk, int chunks, Scratch&) {
     }
     const uint8_t* panel = static_cast<const uint8_t*>(a.packed) + id / kCols * bytes;
     const int c = id % kCols;
+    if (quantized) {
+      float v[32];
+      for (int i = 0; i < a.hidden; i += 32) {
+        panel_block(t, shape, panel, c, i / 32, v);
+        for (int j = 0; j < 32; j += W) store(y + i + j, mul(load(v + j), set1(a.scale)));
+      }
+      return;
+    }
     for (int i = 0; i < a.hidden; ++i) {
       float v;
-      if (quantized) v = panel_value(t, shape, panel, c, i);
-      else if (a.format == HR_W_F16) v = to_float(reinterpret_cast<const fp16*>(panel)[i * kCols + c]);
+      if (a.format == HR_W_F16) v = to_float(reinterpret_cast<const fp16*>(panel)[i * kCols + c]);
       else if (a.format == HR_W_F32) v = reinterpret_cast<const float*>(panel)[i * kCols + c];
       else v = to_float(reinterpret_cast<const bf16*>(panel)[i / 2 * 2 * kCols + c * 2 + i % 2]);
       from_float(v * a.scale, y + i);
@@ -183,6 +190,23 @@ inline void cache_row(const T* in, int64_t d, int8_t* out, float* scale) {
   }
 }
 
+// A row into the first or the second place of each pair; the other belongs to a token that another thread may write. d a
+// multiple of 16.
+template <class S>
+inline void put_between(const S* row, int64_t place, S* pairs, int64_t d) {
+#if HR_AVX512 && defined(__AVX512BW__)
+  if constexpr (sizeof(S) == 2) {
+    const __mmask32 lanes = place ? 0xaaaaaaaa : 0x55555555;
+    for (int64_t i = 0; i < d; i += 16) {
+      const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + i)));
+      _mm512_mask_storeu_epi16(pairs + 2 * i, lanes, _mm512_slli_epi32(v, unsigned(place) * 16));
+    }
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < d; ++i) pairs[2 * i + place] = row[i];
+}
+
 template <class T, class S, bool PAIRS>
 void run_kv_write(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_kv_write& a = *static_cast<const hr_kv_write*>(p);
@@ -205,9 +229,9 @@ void run_kv_write(const void* p, int chunk, int chunks, Scratch& scratch) {
       S* to = kc + in * kLane;
       for (int64_t i = 0; i < d; i += kLane) std::memcpy(static_cast<void*>(to + i * s), row + i, sizeof(S) * kLane);
       cache_row(static_cast<const T*>(a.v) + r * a.v_stride + h * d, d, row, scales[1]);
-      to = vc + in / kLane * kLane * d + in % kLane;
+      to = vc + in / kLane * kLane * d;
       if constexpr (PAIRS) {
-        for (int64_t i = 0; i < d; ++i) to[2 * i] = row[i];
+        put_between(row, in % kLane, to, d);
       } else {
         std::memcpy(static_cast<void*>(to), row, sizeof(S) * size_t(d));
       }

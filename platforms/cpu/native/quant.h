@@ -484,21 +484,27 @@ inline PanelFn panel_fn(const QuantType& t, int rows, bool fine) {
   return panel_fn<8, 32, false>(rows, fine);
 }
 
-// One weight of a panel, for embedding rows.
-inline float panel_value(const QuantType& t, const PanelShape& shape, const uint8_t* panel, int c, int64_t index) {
-  const uint8_t* data = panel + shape.data_at + index / 32 * shape.block_bytes;
-  const int in = int(index % 32), step = in / 4, byte = c * 4 + in % 4;
-  int q;
-  if (t.bits == 8) {
-    q = data[step * 64 + byte];
-  } else {
-    q = data[(step & 3) * 64 + byte] >> (step < 4 ? 0 : 4) & 15;
-    for (int bit = 4; bit < t.bits; ++bit) q |= (data[256 + (bit - 4) * 64 + step * 8 + byte / 8] >> byte % 8 & 1) << bit;
+// The b-th block of 32 weights of column c of a panel, for embedding rows.
+inline void panel_block(const QuantType& t, const PanelShape& shape, const uint8_t* panel, int c, int64_t b, float* out) {
+  const uint8_t* data = panel + shape.data_at + b * shape.block_bytes;
+  uint8_t q[32];
+  for (int step = 0; step < 8; ++step) {
+    uint32_t four;
+    std::memcpy(&four, data + (t.bits == 8 ? step : step & 3) * 64 + c * 4, 4);
+    if (t.bits < 8) four = four >> (step < 4 ? 0 : 4) & 0x0f0f0f0f;
+    for (int bit = 4; bit < t.bits && t.bits < 8; ++bit) {
+      const uint32_t plane = data[256 + (bit - 4) * 64 + step * 8 + c / 2] >> c % 2 * 4 & 15;
+      four |= (plane * 0x00204081 & 0x01010101) << bit;  // each of four bits in a byte of its own
+    }
+    std::memcpy(q + step * 4, &four, 4);
   }
-  const int64_t at = (index / t.group) * kCols + c;
-  const float d = half_at(panel + shape.scales_at + at * 2);
-  const float m = t.has_min ? half_at(panel + shape.mins_at + at * 2) : 0.0f;
-  return (d * float(q - t.zero) + m) * reinterpret_cast<const float*>(panel)[c];
+  const float column = reinterpret_cast<const float*>(panel)[c];
+  for (int g = 0; g < 32 / t.group; ++g) {
+    const int64_t at = (b * (32 / t.group) + g) * kCols + c;
+    const float d = half_at(panel + shape.scales_at + at * 2);
+    const float m = t.has_min ? half_at(panel + shape.mins_at + at * 2) : 0.0f;
+    for (int i = g * t.group; i < (g + 1) * t.group; ++i) out[i] = (d * float(q[i] - t.zero) + m) * column;
+  }
 }
 
 }  // namespace hr
