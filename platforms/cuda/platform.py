@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.platforms.cuda import hardware
+from headrace.platforms.cuda import flash_attention_rows, hardware
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.platform import (
     Default,
@@ -102,7 +102,8 @@ class CudaPlatform(Platform):
         return problems
 
     def implementations(self) -> Iterable[Implementation]:
-        return [*rows.implementations(self.name, known), *_collectives(self.name)]
+        shared, libraries = rows.implementations(self.name, known), flash_attention_rows
+        return [*shared, *libraries.implementations(self.name), *_collectives(self.name)]
 
     def open(self, device: DeviceInfo) -> DeviceRuntime:
         from headrace.platforms.cuda.runtime import CudaRuntime

@@ -134,6 +134,11 @@ def cuda_scenes() -> list[Scene]:
     described = {arch: platform.describe(arch) for arch in platform.known_archs()}
     passed, triton = {"triton": SelfTest(True, "largest error 0.0e+00")}, {"triton": "3.6.0"}
     hopper = described["sm_90"]
+    libraries = ("flashinfer", "flash_attention_3", "flash_attention_2")
+    tests = passed | dict.fromkeys(libraries, passed["triton"])
+    full = {**triton, "flashinfer-python": "0.7.4", "flash-attn": "2.8.3", "flash-attn-3": "3.0.0"}
+    forced = Policy(force={"paged_attention": "flashinfer"})
+    wrong = {**tests, "triton": SelfTest(False, "decode: largest error 1.0e+00")}
     return [
         *(
             Scene(f"cuda-{arch}", platform, device, self_tests=passed, versions=triton)
@@ -148,6 +153,16 @@ def cuda_scenes() -> list[Scene]:
             versions=triton,
         ),
         Scene("cuda-without-triton", platform, hopper),
+        Scene("cuda-sm_90-libraries", platform, hopper, self_tests=tests, versions=full),
+        Scene(
+            "cuda-sm_100-flashinfer-forced",
+            platform,
+            described["sm_100"],
+            forced,
+            self_tests=tests,
+            versions=full,
+        ),
+        Scene("cuda-sm_90-triton-fails", platform, hopper, self_tests=wrong, versions=full),
     ]
 
 
