@@ -23,24 +23,26 @@ from headrace.cli.bench.record import record, write_json
 
 KEPT = RESULTS / "cuda-profile.json"
 PAGE = DOCS / "cuda-h200-profile.md"
-# what a step of each load is: requests, tokens that each has (prompt and half of the answer), tokens read more of each
+# what a step of each load is: requests, tokens that each has (prompt and half of the answer), tokens read more of each,
+# requests that decode beside them
 STEPS = (
-    ("1 stream", 1, 576, 0),
-    ("32 streams", 32, 1088, 0),
-    ("128 streams", 128, 1152, 0),
-    ("256 streams", 256, 256, 0),
-    ("the prompt of one stream", 1, 0, 512),
-    ("a prompt of 1,024", 1, 0, 1024),
-    ("prompts of 4,096 together", 4, 0, 1024),
+    ("1 stream", 1, 576, 0, 0),
+    ("32 streams", 32, 1088, 0, 0),
+    ("128 streams", 128, 1152, 0, 0),
+    ("256 streams", 256, 256, 0, 0),
+    ("the prompt of one stream", 1, 0, 512, 0),
+    ("a prompt beside 120 streams", 1, 1024, 904, 120),
+    ("prompts of 4,096 tokens together", 4, 0, 1024, 0),
 )
 LEAST_SHARE = 0.005  # ops with less of a step are told in one line
 
 
 def measure(name: str, folder: Path, extra: Sequence[str], log: Path) -> Iterator[dict[str, Any]]:
-    with served(write(name, folder), list(extra), log) as (where, _):
+    with served(write(name, folder), list(extra), log) as (where, ready):
+        yield {"model": name, "what": "start", "ready_s": round(ready, 2)}
         settle(where)
-        for what, requests, context, prompt in STEPS:
-            sizes = {"requests": requests, "context": context, "prompt": prompt}
+        for what, requests, context, prompt, decodes in STEPS:
+            sizes = {"requests": requests, "context": context, "prompt": prompt, "decodes": decodes}
             answer = httpx.get(f"{where.url}/debug/step", params=sizes, timeout=120)
             if answer.status_code != 200:
                 yield {"model": name, "what": what, "error": answer.json()["error"]["message"]}
@@ -60,6 +62,8 @@ def page(kept: Mapping[str, Any]) -> str:
         "that a cache helped. An op's kernels may begin while those before them end, so shares can exceed the whole.",
     ]
     for one in kept["results"]:
+        if one["what"] == "start":
+            continue
         lines += ["", f"## {TITLES[one['model']]}: {one['what']}", ""]
         lines += [one["error"]] if "error" in one else _step(one)
     return "\n".join([*lines, ""])
