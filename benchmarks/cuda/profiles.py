@@ -117,12 +117,8 @@ def main() -> None:
         for name in asked.models.split(","):
             for one in measure(name, Path(scratch), asked.extra, Path(scratch) / f"{name}.log"):
                 results.append(one)
-                print(
-                    name,
-                    one["what"],
-                    one.get("error") or f"{1e3 * one['step_s']:.2f} ms",
-                    flush=True,
-                )
+                ms = 1e3 * (one.get("step_s") or one.get("ready_s", 0))
+                print(name, one["what"], one.get("error") or f"{ms:.2f} ms", flush=True)
     report = record(
         "benchmarks.cuda.profiles", {"models": asked.models, "serve": asked.extra}, results
     )
