@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -41,15 +42,29 @@ SPACE = {
 }  # fmt: skip
 
 
+# prompts with registers left to decodes beside them, and such decodes
+BESIDE = options(
+    (*NAMES, "maxnreg"), (128, 64, 8, 3, 1, 255), (128, 64, 8, 3, 1, 192), (128, 64, 8, 3, 1, 168),
+    (128, 32, 8, 4, 1, 168), (64, 64, 4, 3, 1, 255), (64, 64, 4, 3, 2, 255),
+)  # fmt: skip
+DECODES = options(
+    ("BLOCK_N", "num_warps", "num_stages", "AHEAD"), (32, 1, 2, 0), (32, 1, 3, 1), (16, 1, 4, 1),
+    (16, 1, 3, 1),
+)  # fmt: skip
+
+
 def prefill_trials() -> Iterator[Trial]:
     for heads in HEADS:
         for name in BATCHES if heads[2] == 128 else ("1 x 1,024", "8 x 1,024"):
             load, mixed = (*heads, name), name.startswith("112")
-            for way in ("", "apart") if mixed else ("",):
-                yield Trial("prefill", load, way=way)
-                yield from (
-                    Trial("prefill", load, {"prefill": one}, way) for one in SPACE[heads[2]]
-                )
+            yield Trial("prefill", load)
+            if not mixed:
+                yield from (Trial("prefill", load, {"prefill": one}) for one in SPACE[heads[2]])
+                continue
+            yield Trial("prefill", load, way="apart")
+            for prompts, decodes in product(BESIDE, DECODES):
+                changes = {"prefill_beside": prompts, "decode_beside": decodes}
+                yield Trial("prefill", load, changes)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,12 @@ class Plan:
     block_size: int
 
 
+class MixedPlan(Plan):
+    """Of a step whose decodes run beside its prompts."""
+
+    __slots__ = ()
+
+
 def shape_options(query: AttentionQuery) -> dict[str, Any]:
     """Compile-time constants that both kernels share."""
     return {
@@ -66,9 +72,9 @@ def shape_options(query: AttentionQuery) -> dict[str, Any]:
 
 
 def decode_options(
-    query: AttentionQuery, runtime: DeviceRuntime, many: bool = False
+    query: AttentionQuery, runtime: DeviceRuntime, many: bool = False, beside: bool = False
 ) -> dict[str, Any]:
-    """`many`: for so many sequences that each of them is one part."""
+    """`many`: for so many sequences that each of them is one part. `beside`: beside prompts."""
     wide = max(query.head_dim, query.v_head_dim) > 128
     keys, warps, stages = (32, 4, 2) if wide else (64, 2, 3)
     if query.dtype == "float32":  # products on the ordinary units: all operands sit in registers
@@ -80,8 +86,9 @@ def decode_options(
         "num_warps": warps,
         "num_stages": stages,
         "LAST": True,  # the last program combines, not a kernel of its own
+        "AHEAD": False,  # blocks of the next keys are looked up before they are needed
     }
-    name = "decode_many" if many else "decode"
+    name = "decode_beside" if beside else "decode_many" if many else "decode"
     chosen = launch_options(name, query, runtime, options, dependent=True)
     return chosen | combined_at_once(query, chosen["num_warps"])
 
@@ -106,7 +113,10 @@ def combined_at_once(query: AttentionQuery, warps: int) -> dict[str, int]:
     return {"HEADS": heads, "PARTS": min(MOST_SPLITS, max(1, rows // heads))}
 
 
-def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
+def prefill_options(
+    query: AttentionQuery, runtime: DeviceRuntime, beside: bool = False
+) -> dict[str, Any]:
+    """`beside`: with decodes beside, to which registers and memory of each unit are left."""
     group = query.q_heads // query.kv_heads
     wide = max(query.head_dim, query.v_head_dim) > 128
     rows, keys, warps, stages = (64, 32, 8, 2) if wide else (128, 32, 8, 3)
@@ -120,7 +130,8 @@ def prefill_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, 
         "num_stages": stages,
         "PROGRAMS": 0,  # for each unit, that take tiles in turn; 0: a program for each tile
     }
-    return launch_options("prefill", query, runtime, options, dependent=True)
+    name = "prefill_beside" if beside else "prefill"
+    return launch_options(name, query, runtime, options, dependent=True)
 
 
 def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -157,13 +168,12 @@ class TritonAttention(PagedAttention):
         self._turn_decode = Launchers(turn_decode_kernel, options)
         self._turn_decode_many = Launchers(turn_decode_kernel, many)
         self._combine = Launcher(combine_kernel, combine_options(query, runtime))
-        options = prefill_options(query, runtime)
-        self._prefill = Launchers(prefill_kernel, options)
-        # of each KV head, that prompts take; None: one for each tile
-        each = options["PROGRAMS"] * runtime.info.units // query.kv_heads
-        self.programs = max(1, each) if options["PROGRAMS"] else None
-        self.overlap = options["PDL"]  # decodes run beside prompts
-        self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
+        self._decode_beside = Launchers(decode_kernel, decode_options(query, runtime, beside=True))
+        # of prompts alone, and of those with decodes beside them
+        prompts = [prefill_options(query, runtime, beside) for beside in (False, True)]
+        self._prompts = [Launchers(prefill_kernel, options) for options in prompts]
+        self._tile_tokens = [options["BLOCK_M"] // options["GROUP"] for options in prompts]
+        self.overlap = prompts[0]["PDL"]
         self._parts = query.kv_heads  # of the query heads, to each of which a program belongs
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         self._many = MANY_A_UNIT * runtime.info.units // query.kv_heads  # sequences
@@ -186,7 +196,8 @@ class TritonAttention(PagedAttention):
         only_decodes = batch.num_decode_reqs == batch.num_reqs
         # padding rows are decodes of one token
         decodes = len(batch.seq_lens) if only_decodes else batch.num_decode_reqs
-        return Plan(
+        beside = self.overlap and static is None and not only_decodes and decodes > 0
+        return (MixedPlan if beside else Plan)(
             decodes,
             self.splits(decodes, table.shape[1] * batch.block_size),
             decodes if only_decodes else batch.num_tokens,
@@ -194,7 +205,7 @@ class TritonAttention(PagedAttention):
             batch.seq_lens,
             batch.query_start_loc,
             table,
-            None if only_decodes else self._tiles(batch, static),
+            None if only_decodes else self._tiles(batch, static, self._tile_tokens[beside]),
             batch.block_size,
         )
 
@@ -206,8 +217,8 @@ class TritonAttention(PagedAttention):
         most = min(MOST_SPLITS, self._programs // programs, keys // KEYS_A_SPLIT)
         return power_of_two(most + 1) // 2 if most > 1 else 1
 
-    def _tiles(self, batch: BatchView, static: Any | None) -> torch.Tensor:
-        first, size = batch.num_decode_reqs, self._tile_tokens
+    def _tiles(self, batch: BatchView, static: Any | None, size: int) -> torch.Tensor:
+        first = batch.num_decode_reqs
         starts = batch.query_start_loc_host[first : batch.num_reqs + 1]
         counts = -(-np.diff(starts) // size)
         request = np.repeat(np.arange(len(counts)), counts)
@@ -322,13 +333,11 @@ class TritonAttention(PagedAttention):
             sinks = self._no_sinks
         caches = (k_cache, v_cache)
         if plan.tiles is not None:
-            count = len(plan.tiles)
-            programs = min(count, self.programs or count)
+            prompts, count = self._prompts[isinstance(plan, MixedPlan)], len(plan.tiles)
+            programs = self._programs_of(prompts.options, count)
             if k_cache.stride() != v_cache.stride():
-                raise ValueError(
-                    "keys and values lie in unlike strides; views of one memory do not"
-                )
-            self._prefill(SIZE=plan.block_size)(
+                raise ValueError("keys and values need equal strides, as views of one memory have")
+            prompts(SIZE=plan.block_size)(
                 (programs, self._parts, 1),
                 out, q, *caches, plan.tiles, plan.starts, plan.seq_lens, plan.table, sinks,
                 *strides[:7], plan.table.stride(0), count, query.scale,
@@ -336,6 +345,13 @@ class TritonAttention(PagedAttention):
         if plan.decodes:
             self._attend_decodes(out, q, caches, plan, sinks, strides)
         return out
+
+    def _programs_of(self, options: Mapping[str, Any], tiles: int) -> int:
+        """Programs for each KV head that prompts of so many tiles are divided over."""
+        if not options["PROGRAMS"]:
+            return tiles
+        each: int = options["PROGRAMS"] * self.runtime.info.units // self._parts
+        return min(tiles, max(1, each))
 
     def _partial(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the parts' results and the logarithms of their sums."""
@@ -358,7 +374,9 @@ class TritonAttention(PagedAttention):
         partial, lse = self._partial(out, plan)
         grid = (splits, self._parts, plan.decodes)
         made = self._decode_many if plan.decodes >= self._many else self._decode
-        beside = self.overlap and plan.tiles is not None
+        beside = isinstance(plan, MixedPlan)
+        if beside:
+            made = self._decode_beside
         made(SIZE=plan.block_size, BESIDE=beside)(
             grid, out, partial, lse, self._done, q, *caches, plan.seq_lens, plan.table, sinks,
             *strides, splits, query.scale,

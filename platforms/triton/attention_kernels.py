@@ -138,34 +138,40 @@ def turn_write_kernel(
 
 @triton.jit
 def fold(
-    q, top, total, acc, n, end, low, high, blocks, k_head, v_head,
+    q, top, total, acc, ids, n, end, high, blocks, k_head, v_head,
     k_block, k_slot, v_block, v_slot, scale,
     D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr, CACHED: tl.constexpr,
+    BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PRECISION: tl.constexpr, CACHED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Keys n .. n + BLOCK_N of a sequence folded into the running softmax of rows q [M, D_PAD].
+    """Keys n .. n + BLOCK_N of a sequence, of those below `end`, folded into the running softmax of rows q [M, D_PAD].
 
-    Row i sees keys below high[i] and, under a window, from low[i] on. `end` bounds what may be loaded. CACHED: how
-    loads use caches.
+    Row i sees keys below high[i]. CACHED: how loads use caches. AHEAD: `ids` are the blocks that hold the keys, and
+    what is returned those of the next ones, so that loads of keys wait for no other load.
     """
     key = n + tl.arange(0, BLOCK_N)
     real = key < end
-    block = tl.load(blocks + key // SIZE, mask=real, other=0).to(tl.int64)
+    if AHEAD:
+        block = ids.to(tl.int64)
+        after = key + BLOCK_N
+        ids = tl.load(blocks + after // SIZE, mask=after < end, other=0)
+    else:
+        block = tl.load(blocks + key // SIZE, mask=real, other=0).to(tl.int64)
     at = tl.arange(0, D_PAD)
     place = k_head + block * k_block + (key % SIZE) * k_slot
-    mask = real[None, :] & (at < D)[:, None]
-    kt = tl.load(
-        place[None, :] + at[:, None], mask=mask, other=0.0, cache_modifier=CACHED
-    ).to(q.dtype)  # fmt: skip
+    if AHEAD:
+        mask = real[:, None] & (at < D)[None, :]
+        keys = tl.load(place[:, None] + at[None, :], mask=mask, other=0.0, cache_modifier=CACHED)
+        kt = tl.trans(keys.to(q.dtype))
+    else:
+        mask = real[None, :] & (at < D)[:, None]
+        keys = tl.load(place[None, :] + at[:, None], mask=mask, other=0.0, cache_modifier=CACHED)
+        kt = keys.to(q.dtype)
     scores = tl.dot(q, kt, input_precision=PRECISION) * scale
     if SOFTCAP > 0:
         scores = SOFTCAP * tanh(scores / SOFTCAP)
     scores *= LOG2E
-    visible = key[None, :] < high[:, None]
-    if WINDOW > 0:
-        visible &= key[None, :] >= low[:, None]
-    scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.where(key[None, :] < high[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     finite = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - finite[:, None])
@@ -174,12 +180,10 @@ def fold(
     at = tl.arange(0, DV_PAD)
     place = v_head + block * v_block + (key % SIZE) * v_slot
     mask = real[:, None] & (at < DV)[None, :]
-    values = tl.load(
-        place[:, None] + at[None, :], mask=mask, other=0.0, cache_modifier=CACHED
-    ).to(q.dtype)  # fmt: skip
+    values = tl.load(place[:, None] + at[None, :], mask=mask, other=0.0, cache_modifier=CACHED)
     acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(q.dtype), values, acc, input_precision=PRECISION)
-    return new_top, total, acc
+    acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc, input_precision=PRECISION)
+    return new_top, total, acc, ids
 
 
 @triton.jit
@@ -244,7 +248,7 @@ def attend_part(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, CACHED: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, CACHED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """What decode_kernel says, for the queries [BLOCK_M, D_PAD] of its program."""
     split, head = tl.program_id(0), tl.program_id(1)
@@ -266,11 +270,15 @@ def attend_part(
     high = tl.zeros([BLOCK_M], tl.int32) + end
     blocks = table + request * table_stride
     k_head, v_head = k_cache + head * k_run, v_cache + head * v_run
+    ids = 0
+    if AHEAD:
+        key = start + tl.arange(0, BLOCK_N)
+        ids = tl.load(blocks + key // SIZE, mask=key < end, other=0)
     for n in range(start, end, BLOCK_N):
-        top, total, acc = fold(
-            queries, top, total, acc, n, end, high, high, blocks, k_head, v_head,
+        top, total, acc, ids = fold(
+            queries, top, total, acc, ids, n, end, high, blocks, k_head, v_head,
             k_block, k_slot, v_block, v_slot, scale,
-            D, DV, SIZE, SOFTCAP, 0, BLOCK_N, D_PAD, DV_PAD, PRECISION, CACHED,
+            D, DV, SIZE, SOFTCAP, BLOCK_N, D_PAD, DV_PAD, PRECISION, CACHED, AHEAD,
         )  # fmt: skip
     at = tl.arange(0, DV_PAD)
     inside = live[:, None] & (at < DV)[None, :]
@@ -304,7 +312,7 @@ def decode_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Request b, one query token: a program for each of `splits` parts of its keys.
 
@@ -337,7 +345,7 @@ def decode_kernel(
         queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
         o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
         GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
-        HEADS, PARTS, CACHED,
+        HEADS, PARTS, CACHED, AHEAD,
     )  # fmt: skip
     if BESIDE:
         if (split == 0) & (head == tl.num_programs(1) - 1) & (request == tl.num_programs(2) - 1):
@@ -354,7 +362,8 @@ def turn_decode_kernel(
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     PRECISION: tl.constexpr, LAST: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """decode_kernel behind turn_write_kernel, for heads of D = DV = D_PAD numbers, all of which are turned.
 
@@ -397,7 +406,7 @@ def turn_decode_kernel(
         queries, out, partial, lse, done, k_cache, v_cache, table, sinks, start, end, parts,
         o_token, o_head, k_block, k_run, k_slot, v_block, v_run, v_slot, table_stride, splits, scale,
         GROUP, D, DV, SIZE, SOFTCAP, SINKS, BLOCK_M, BLOCK_N, D_PAD, DV_PAD, PRECISION, LAST,
-        HEADS, PARTS, "",
+        HEADS, PARTS, "", AHEAD,
     )  # fmt: skip
 
 

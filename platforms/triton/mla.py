@@ -109,7 +109,8 @@ class TritonMLA(TritonAttention):
         self._combine = Launcher(combine_kernel, combine_options(_parted(query), runtime))
         self._prefill = Launchers(latent_prefill_kernel, prefill_options(query, runtime))
         options = self._prefill.options
-        self._tile_tokens = options["BLOCK_M"] // options["GROUP"]
+        self._tile_tokens = [options["BLOCK_M"] // options["GROUP"]]
+        self.overlap = False
         self._parts = query.q_heads // options["GROUP"]
         self._programs = PROGRAMS_A_UNIT * runtime.info.units
         # programs that ended, as in TritonAttention

@@ -234,6 +234,7 @@ def test_decodes_beside_prompts_see_what_was_written(make, runtime):
     """A graph of layers whose kernels overlap (prompts and decodes of a step with each other, and with those before and
     after), beside the same launches one by one."""
     from headrace.platforms.attention import Turn
+    from headrace.platforms.triton.attention import MixedPlan
 
     _, query = queries.attention(32, 8, 128, "bfloat16")
     requests = Requests((*((n, 1) for n in range(300, 2500, 60)), (1900, 300), (200, 200)))
@@ -252,21 +253,24 @@ def test_decodes_beside_prompts_see_what_was_written(make, runtime):
         for cache in caches:
             cache.normal_()
         weights = draw.normal(6144, 4096, dtype="bfloat16", scale=4096**-0.5)
-        layers.append((op, caches, op.plan(batch, 0), weights))
+        plans = [op.plan(batch, 0)]
+        op.overlap = False
+        plans.append(op.plan(batch, 0))
+        assert [isinstance(plan, MixedPlan) for plan in plans] == [True, False]
+        layers.append((op, caches, plans, weights))
     x = draw.normal(tokens, 4096, dtype="bfloat16")
 
     def body(apart: bool) -> torch.Tensor:
         y = x
-        for op, caches, plan, weights in layers:
+        for op, caches, plans, weights in layers:
             y = torch.nn.functional.linear(narrow(y, ones[:4096], 1e-6), weights)
             rows = wide(y, ones, 1e-6).view(tokens, 48, 128)
             if apart:
                 torch.cuda.synchronize()
-                op.overlap = False
-            y = op.turn_and_attend(*rows.split((32, 8, 8), dim=1), turn, caches, plan).flatten(1)
+            parts = rows.split((32, 8, 8), dim=1)
+            y = op.turn_and_attend(*parts, turn, caches, plans[apart]).flatten(1)
             if apart:
                 torch.cuda.synchronize()
-                op.overlap = True
         return narrow(y, ones[:4096], 1e-6)
 
     torch.cuda.synchronize()

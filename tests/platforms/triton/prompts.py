@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 python -m tests.platforms.triton.prompts
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ QUERIES = (
     attention(4, 2, 32, "float16", kv_dtype="fp8_e4m3"),
 )
 TILE = 16
-# programs for each KV head (None: one for each tile), BLOCK_N, block size of the cache
-WAYS = ((2, 32, 16), (None, 16, 32), (3, 16, 16))
+# programs for each KV head (0: one for each tile), BLOCK_N, block size of the cache
+WAYS = ((2, 32, 16), (0, 16, 32), (3, 16, 16))
 
 
 def main() -> int:
@@ -45,12 +46,18 @@ def main() -> int:
     wrong = 0
     for index, (_, query) in enumerate(QUERIES):
         programs, keys, size = WAYS[index % len(WAYS)]
-        changed = {"BLOCK_M": TILE, "BLOCK_N": keys}
-        runtime.kernel_options = lambda kernel, _query, _, changed=changed: (
-            changed if kernel == "prefill" else {}
+        changes = {
+            "prefill": {"BLOCK_M": TILE, "BLOCK_N": keys, "PROGRAMS": programs},
+            "decode": {"BLOCK_N": 16, "AHEAD": index % 2 == 0},
+        }
+        runtime.kernel_options = lambda kernel, _query, _, changes=changes: changes.get(
+            kernel.removesuffix("_beside"), {}
         )
+        runtime.info = replace(runtime.info, units=query.kv_heads)
         op = TritonAttention(query, runtime)
-        op.programs, op.overlap = programs, index % 2 == 0
+        op.overlap = (
+            index % 3 != 0
+        )  # nothing waits here: it is what each program does that is tested
         reference = ReferenceAttention(query, runtime)
         tolerance = tolerance_of(CONTRACTS["paged_attention"], query)
         for step in STEPS:
