@@ -1,33 +1,37 @@
-"""Launch options of shared kernels that were measured on one kind of device: a JSON file, written by `bench tune`, read
-when a worker starts. Torch-free.
+"""Launch options of shared kernels, and implementations that are faster than those that rank above them, as they were
+measured on one kind of device: a JSON file, written by `bench tune`, read when a worker starts. Torch-free.
 
-    {"format": 1, "device": "NVIDIA H200", "triton": "3.6.0", "made": "2026-01-31T12:00:00+00:00",
-     "options": {"row LinearQuery(in_features=4096, ...)": {"BLOCK_N": 2, "BLOCK_K": 1024, "num_warps": 2}}}
+    {"format": 2, "device": "NVIDIA H200", "triton": "3.6.0", "made": "2026-01-31T12:00:00+00:00",
+     "options": {"row LinearQuery(in_features=4096, ...)": {"BLOCK_N": 2, "BLOCK_K": 1024, "num_warps": 2},
+                 "paged_attention AttentionQuery(q_heads=32, ...)":
+                 {"implementation": "flashinfer", "versions": {"flashinfer-python": "0.7.4"}}}}
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+from headrace.platforms.registry import Requirement, installed_version
+
+FORMAT = 2  # experts over copied tiles want other options than those of format 1
 # What may be tuned. Everything else that a kernel is compiled for follows from the query.
 NAMES = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "num_warps", "num_stages")
 MOST = 1 << 16
 _DISTRIBUTIONS = ("triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-xpu")
 _IGNORED = frozenset({"scale"})  # fields of a query that no kernel is compiled for
 
-Options = Mapping[str, Mapping[str, int]]  # by key()
+Options = Mapping[str, Mapping[str, Any]]  # by key()
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a file held. `problem`: why it is not used, a sentence; "" also where there is no file."""
+    """What a file held. `problem`: why it, or some of it, is not used, a sentence; "" also where there is no file."""
 
     options: Options = field(default_factory=dict)
     made: str = ""
@@ -43,6 +47,19 @@ def key(kernel: str, query: Any, options: Mapping[str, Any]) -> str:
     )
     rows = f" BLOCK_M={options['BLOCK_M']}" if "BLOCK_M" in options else ""
     return f"{kernel} {type(query).__name__}({shape}){rows}"
+
+
+def choice(name: str, requires: Iterable[Requirement]) -> dict[str, Any]:
+    """An entry for key(op, query, {}): this implementation is the faster one, with these packages as installed here."""
+    names = [name for need in requires for name in (need.distribution, *need.aliases)]
+    versions = {name: found for name in names if (found := installed_version(name))}
+    return {"implementation": name, "versions": versions}
+
+
+def chosen(options: Options, op: str, query: Any) -> str:
+    """The implementation that was measured to be faster; "" where none was."""
+    found = options.get(key(op, query, {}), {}) if options else {}
+    return str(found.get("implementation", ""))
 
 
 def triton_version() -> str:
@@ -78,7 +95,18 @@ def read(path: Path, device: str) -> Tuned:
             f"{name} with Triton {version or 'not installed'}" for name, version in (found, here)
         ]
         return _refused(path, f"it was made for {what[0]}, this is {what[1]}")
-    return Tuned(options, made)
+    stale = {name: why for name, values in options.items() if (why := _stale(values))}
+    problem = _refused(path, f"some of them, since {next(iter(stale.values()))}").problem if stale else ""
+    return Tuned({n: values for n, values in options.items() if n not in stale}, made, problem)
+
+
+def _stale(values: Mapping[str, Any]) -> str:
+    """Why a choice does not hold here, "" where it does."""
+    for name, version in values.get("versions", {}).items():
+        found = installed_version(name) or "not installed"
+        if found != version:
+            return f"{values['implementation']} was measured with {name} {version}, which is {found} here"
+    return ""
 
 
 def write(path: Path, device: str, options: Options) -> None:
@@ -97,7 +125,10 @@ def write(path: Path, device: str, options: Options) -> None:
     scratch.replace(path)
 
 
-def _checked(values: Mapping[str, Any]) -> dict[str, int]:
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    if "implementation" in values:
+        versions = {str(name): str(version) for name, version in values["versions"].items()}
+        return {"implementation": str(values["implementation"]), "versions": versions}
     for name, value in values.items():
         if name not in NAMES or type(value) is not int or not 1 <= value <= MOST:
             raise ValueError(f"{name}={value!r}")
@@ -106,6 +137,6 @@ def _checked(values: Mapping[str, Any]) -> dict[str, int]:
 
 def _refused(path: Path, why: str) -> Tuned:
     return Tuned(
-        problem=f"the tuned launch options in {path} are not used: {why}; "
+        problem=f"what was tuned in {path} is not used: {why}; "
         "headrace bench tune MODEL makes them anew"
     )

@@ -39,6 +39,8 @@ FEW_PAIRS = 256
 # Pairs that one program sorts: all of them at first, then so many that tens of programs share the work.
 ONE_CHUNK = 4096
 CHUNK = 2048
+# Pairs that a single program takes in at a time, by how many there are -> its warps.
+SORTED_AT_ONCE = {1024: 8, 2048: 16}
 # Rows of a tile, by the pairs that an expert has on average.
 TILE_ROWS = (16, 32, 64, 128)
 
@@ -137,14 +139,14 @@ def _whole(depth: int, options: dict[str, Any]) -> dict[str, Any]:
     return _even(depth, options) | {"WHOLE": options["BLOCK_K"] >= depth}
 
 
-def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, one: bool) -> dict[str, Any]:
-    """Of the two kernels that sort pairs; `one`: a single program does it."""
+def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, at_once: int) -> dict[str, Any]:
+    """Of the two kernels that sort pairs. `at_once`: a single program does it, 0 = many."""
     # a histogram has a bin at least for each thread of a warp
     bins = power_of_two(query.experts + 1, 64)
-    size, block = (ONE_CHUNK, 1024) if one else (CHUNK, 512)
-    options = {"BLOCK": min(size, block), "num_warps": 8 if one else 4}
+    size, block = (ONE_CHUNK, at_once) if at_once else (CHUNK, 2048)
+    options = {"BLOCK": min(size, block), "num_warps": SORTED_AT_ONCE.get(at_once, 8)}
     chosen = launch_options("experts_sort", query, runtime, options, dependent=True)
-    return chosen | {"ONE": one, "E": query.experts, "BINS": bins, "CHUNK": size}
+    return chosen | {"ONE": at_once > 0, "E": query.experts, "BINS": bins, "CHUNK": size}
 
 
 def sum_options(query: ExpertsQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -227,10 +229,10 @@ class TritonExperts(ExpertsImpl):
         self._products = {rows: self._made(rows, False) for rows in tile_sizes(query)}
         self._few = self._made(16, True)
         self._warm = False
-        self._count = Launcher(count_kernel, sort_options(query, runtime, False))
-        sorts = {one: sort_options(query, runtime, one) for one in (True, False)}
-        self._bins = sorts[True]["BINS"]
-        self._sort = {one: Launcher(sort_kernel, options) for one, options in sorts.items()}
+        sorts = {block: sort_options(query, runtime, block) for block in (0, *SORTED_AT_ONCE)}
+        self._count = Launcher(count_kernel, sorts[0])
+        self._bins = sorts[0]["BINS"]
+        self._sort = {block: Launcher(sort_kernel, options) for block, options in sorts.items()}
         options = sum_options(query, runtime)
         self._sum = Launcher(sum_kernel, options)
         self._sum_blocks = triton.cdiv(query.hidden, options["BLOCK"])
@@ -252,13 +254,17 @@ class TritonExperts(ExpertsImpl):
         return w.clone() if w.data_ptr() % ALIGNED else w
 
     def _compile(self, packed: Any) -> None:
-        """Tiles of every height once, now: no step of a server should be the first to need one."""
+        """Tiles of every height and sorts of every size once, now: no step of a server should be the first to need
+        one."""
         query, tokens = self.query, FEW_TOKENS + 1
         x = torch.zeros(tokens, query.hidden, dtype=self._dtype, device=packed[0].device)
         weights = torch.zeros(tokens, query.top_k, device=x.device)
         ids = torch.arange(query.top_k, dtype=torch.int32, device=x.device).repeat(tokens, 1)
         for rows in tile_sizes(query):
             self._rows((x, weights, ids), packed, torch.empty_like(x), rows)
+        for pairs in (*SORTED_AT_ONCE, ONE_CHUNK + 1):
+            ids_of = torch.zeros(pairs, dtype=torch.int32, device=x.device)
+            self._sorted(ids_of, pairs, TILE_ROWS[0], most_tiles(query, pairs, TILE_ROWS[0]))
         few = slice(0, FEW_TOKENS)
         self._rows((x[few], weights[few], ids[few]), packed, torch.empty_like(x[few]))
 
@@ -320,8 +326,9 @@ class TritonExperts(ExpertsImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs in the order of their experts [P], and the tiles [1 + count, 3]; int32."""
         one = pairs <= ONE_CHUNK
-        sort = self._sort[one]
         chunks = 1 if one else triton.cdiv(pairs, CHUNK)
+        blocks = tuple(SORTED_AT_ONCE) if one else (0,)
+        sort = self._sort[next((block for block in blocks if pairs <= block), blocks[-1])]
 
         def integers(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=ids.device)

@@ -46,7 +46,7 @@ def test_no_file_is_no_problem(tmp_path):
     [
         ({"device": "NVIDIA A100"}, "made for NVIDIA A100 with Triton 3.6.0, this is NVIDIA H200"),
         ({"triton": "3.5.0"}, "with Triton 3.5.0"),
-        ({"format": 2}, "format 2"),
+        ({"format": 3}, "format 3"),
         ({"options": {KEY: {"BLOCK_N": "2"}}}, "BLOCK_N='2'"),
         ({"options": {KEY: {"BLOCK_N": True}}}, "BLOCK_N=True"),
         ({"options": {KEY: {"BLOCK_N": 0}}}, "BLOCK_N=0"),

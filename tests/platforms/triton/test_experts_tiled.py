@@ -98,3 +98,13 @@ def test_weights_that_begin_anywhere_are_moved():
     laid = experts.TritonExperts._laid(w)
     assert not laid.data_ptr() % experts.ALIGNED
     assert experts.TritonExperts._laid(laid) is laid
+
+
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_the_options_of_a_device_fit_what_can_be_asked_for(name, monkeypatch):
+    runtime = target("sm_90").runtime
+    tiled, short = (experts.product_options(name, QUERY, runtime, rows) for rows in (128, 16))
+    monkeypatch.setattr(experts, "TensorDescriptor", None)
+    plain = experts.product_options(name, QUERY, runtime, 128)
+    assert tiled["TILED"] and tiled["FLAT"] and not short["TILED"]
+    assert "TILED" not in plain and plain["BLOCK_M"] == tiled["BLOCK_M"] == 128
