@@ -115,6 +115,10 @@ DECODE = options(
     ("BLOCK_N", "num_warps", "num_stages"), (64, 2, 3), (64, 1, 3), (64, 2, 2), (64, 4, 3),
     (32, 1, 3), (32, 1, 4), (32, 2, 4), (32, 1, 2), (128, 4, 2), (128, 4, 3), (128, 2, 2), (64, 4, 4),
 )  # fmt: skip
+DECODE += options(
+    ("BLOCK_N", "num_warps", "num_stages", "AHEAD"), (32, 1, 3, 1), (16, 1, 4, 1), (32, 1, 4, 1),
+    (64, 2, 3, 1), (64, 2, 4, 1), (128, 4, 3, 1), (64, 4, 4, 1),
+)  # fmt: skip
 
 
 def decode_trials() -> Iterator[Trial]:
