@@ -29,6 +29,7 @@ _FEW_DECODES = {8: (128, 4, 3)}
 _MANY_DECODES = (32, 1, 2)
 # By the size of heads, up to which they serve: BLOCK_M, BLOCK_N, warps, stages and programs a unit of prompts.
 _PROMPTS = {64: (128, 64, 4, 3, 0), 128: (128, 64, 8, 4, 1), 256: (128, 64, 8, 2, 1)}
+_PROMPTS_BESIDE = {**_PROMPTS, 128: (128, 64, 8, 3, 1)}  # decodes
 
 
 def kernel_options(
@@ -43,16 +44,17 @@ def kernel_options(
             return {"TILED": True, **dict(zip(_TILED, _TILED_EXPERTS[named], strict=True))}
         chosen = _EXPERTS.get(named)
         return dict(zip(_PRODUCT, chosen, strict=True)) if chosen else {}
-    if kernel == "prefill":
+    if kernel in ("prefill", "prefill_beside"):
         widest = max(query.head_dim, query.v_head_dim)
-        prompts = next(chosen for size, chosen in _PROMPTS.items() if widest <= size)
+        table = _PROMPTS if kernel == "prefill" else _PROMPTS_BESIDE
+        prompts = next(chosen for size, chosen in table.items() if widest <= size)
         if widest > 128 and query.softcap:  # whose tangents take registers
             prompts = (128, 32, 8, 3, 1)
         names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "PROGRAMS")
         return dict(zip(names, prompts, strict=True))
-    if kernel in ("decode", "decode_many") and query.head_dim <= 128 >= query.v_head_dim:
+    if kernel.startswith("decode") and query.head_dim <= 128 >= query.v_head_dim:
         group = query.q_heads // query.kv_heads
-        decode = _MANY_DECODES if kernel == "decode_many" else _FEW_DECODES.get(group)
+        decode = _FEW_DECODES.get(group) if kernel == "decode" else _MANY_DECODES
         return (
             dict(zip(("BLOCK_N", "num_warps", "num_stages"), decode, strict=True)) if decode else {}
         )

@@ -181,13 +181,11 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
         chosen = {**attention.prefill_options(query, runtime), "SIZE": 32}
         kernel = attention_prefill_kernels.prefill_kernel
         yield Variant(f"prefill {label}", kernel, *common, chosen)
-        # beside prompts only where it waits is another
-        besides = (False, True) if chosen["PDL"] and dtype == "bfloat16" else (False,)
-        for many, beside in product((False, True), besides):
-            options = attention.decode_options(query, runtime, many)
-            options |= {"SIZE": 32, "BESIDE": beside}
-            text = f"decode{' many' if many else ''}{' beside prompts' if beside else ''} {label}"
-            yield Variant(text, attention_kernels.decode_kernel, *common, options)
+        for name, many in (("decode", False), ("decode many", True)):
+            options = attention.decode_options(query, runtime, many) | {"SIZE": 32, "BESIDE": False}
+            yield Variant(f"{name} {label}", attention_kernels.decode_kernel, *common, options)
+        if chosen["PDL"] and dtype == "bfloat16":  # all are alike
+            yield from _beside(label, query, *common, runtime)
         chosen = attention.combine_options(query, runtime)
         yield Variant(f"combine {label}", attention_kernels.combine_kernel, *common, chosen)
         chosen = {**attention.write_options(query, runtime), "SIZE": 32}
@@ -207,6 +205,22 @@ def _paged(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iter
         yield from _turned_decodes(
             label, query, {**pointers, **inputs}, {**scalars, **numbers}, runtime
         )
+
+
+def _beside(
+    label: str,
+    query: AttentionQuery,
+    pointers: Mapping[str, str],
+    scalars: Mapping[str, str],
+    runtime: Any,
+) -> Iterator[Variant]:
+    """Prompts and decodes that run side by side."""
+    options = attention.prefill_options(query, runtime, beside=True) | {"SIZE": 32}
+    kernel = attention_prefill_kernels.prefill_kernel
+    yield Variant(f"prefill beside decodes {label}", kernel, pointers, scalars, options)
+    options = attention.decode_options(query, runtime, beside=True) | {"SIZE": 32, "BESIDE": True}
+    kernel = attention_kernels.decode_kernel
+    yield Variant(f"decode beside prompts {label}", kernel, pointers, scalars, options)
 
 
 def _latent(dtype: str, short: str, kv_dtype: str, kv: str, runtime: Any) -> Iterator[Variant]:
