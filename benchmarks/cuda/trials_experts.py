@@ -182,25 +182,36 @@ PAIRED = {
          ((1, 0, 0, 64, 64, 4, 4), (1, 0, 0, 128, 64, 4, 4))),
     64: (((1, 0, 2, 64, 64, 4, 4), (1, 0, 2, 128, 64, 4, 4)),
          ((0, 0, 1, 128, 64, 4, 4), (0, 0, 2, 128, 64, 4, 4))),
-    128: (((0, 0, 1, 128, 64, 8, 3), (0, 0, 1, 256, 64, 8, 3)),
+    128: (((0, 0, 1, 128, 64, 8, 4), (0, 0, 2, 128, 64, 4, 3)),
+          ((0, 0, 1, 128, 64, 8, 4), (0, 0, 1, 256, 64, 8, 3)),
+          ((0, 0, 1, 128, 64, 8, 3), (0, 0, 2, 128, 64, 4, 3)),
+          ((0, 0, 1, 128, 64, 8, 3), (0, 0, 1, 256, 64, 8, 3)),
           ((0, 0, 0, 128, 64, 8, 4), (0, 0, 2, 128, 64, 4, 3)),
           ((0, 0, 2, 64, 64, 4, 3), (0, 0, 2, 128, 64, 4, 3))),
 }  # fmt: skip
+# both without copied tiles, where those are in use
+UNTILED = {64: ((128, 64, 4, 4), (128, 64, 4, 3)), 128: ((128, 64, 8, 4), (128, 64, 8, 3))}
 # tokens -> the height whose options are all tried; others where both products are tiled
 WHOLLY = {128: 16, 256: 32, 512: 64, 8192: 128}
-BOTH = ((32, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (1024, 128), (2048, 64), (2048, 128),
-        (4096, 128))  # fmt: skip
+BOTH = ((32, 16), (64, 16), (256, 16), (256, 64), (512, 32), (512, 128), (1024, 64), (1024, 128),
+        (2048, 128), (4096, 128))  # fmt: skip
 PARTS = ("sort", "gate_up", "down", "sum")
-SORT = options(("BLOCK", "num_warps"), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16))
+SORT = options(("BLOCK", "num_warps"), (512, 4), (1024, 4), (1024, 8), (2048, 8), (2048, 16),
+               (4096, 16))  # fmt: skip
 SUM = options(("BLOCK", "num_warps"), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8))
 
 
 def tiled_trials() -> Iterator[Trial]:
     def both(tokens: int, height: int) -> Iterator[Trial]:
-        for pair in PAIRED[height]:
+        made = [
+            options(("TILED", *TILED), *((True, *one) for one in pair)) for pair in PAIRED[height]
+        ]
+        if height in UNTILED:
+            plain = ((False, *one) for one in UNTILED[height])
+            made.insert(0, options(("TILED", *PRODUCT), *plain))
+        for pair in made:
             names = (f"experts_{kernel} {height}" for kernel in ("gate_up", "down"))
-            changes = (options(("TILED", *TILED), (True, *change))[0] for change in pair)
-            yield Trial("tiled", (tokens,), dict(zip(names, changes, strict=True)), str(height))
+            yield Trial("tiled", (tokens,), dict(zip(names, pair, strict=True)), str(height))
 
     for tokens in sorted({*WHOLLY, *(tokens for tokens, _ in BOTH)}):
         heights = [height for other, height in BOTH if other == tokens]
@@ -219,7 +230,7 @@ def tiled_trials() -> Iterator[Trial]:
 
 
 def parts_trials() -> Iterator[Trial]:
-    for tokens, part in product((128, 256, 2048, 8192), PARTS):
+    for tokens, part in product((128, 256, 512, 2048, 8192), PARTS):
         yield Trial("parts", (tokens, part))
         for change in {"sort": SORT, "sum": SUM}.get(part, ()):
             yield Trial("parts", (tokens, part), {f"experts_{part}": change})

@@ -144,8 +144,9 @@ def sort_options(query: ExpertsQuery, runtime: DeviceRuntime, at_once: int) -> d
     # a histogram has a bin at least for each thread of a warp
     bins = power_of_two(query.experts + 1, 64)
     size, block = (ONE_CHUNK, at_once) if at_once else (CHUNK, 2048)
-    options = {"BLOCK": min(size, block), "num_warps": SORTED_AT_ONCE.get(at_once, 8)}
+    options = {"BLOCK": block, "num_warps": SORTED_AT_ONCE.get(at_once, 8)}
     chosen = launch_options("experts_sort", query, runtime, options, dependent=True)
+    chosen["BLOCK"] = min(size, chosen["BLOCK"])  # a program looks at its own chunk only
     return chosen | {"ONE": at_once > 0, "E": query.experts, "BINS": bins, "CHUNK": size}
 
 
