@@ -17,7 +17,7 @@ from headrace.platforms.device import DeviceRuntime, Event
 
 _ALIGN = 64
 # Pinned memory that is made ready: so many pieces of each power of two of bytes.
-_SMALLEST, _LARGEST, _READY = 8, 21, 6
+_SMALLEST, _LARGEST, _READY = 2, 21, 6
 _TORCH = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
