@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,10 @@ def test_launches_know_tiles_by_their_shape_alone(monkeypatch):
     assert recorder.launches[-1][1][1] is given
     call((1, 1, 1), x, Tiled(torch.zeros(16, 8), 8, 8), 5)
     assert recorder.launches[-1][0] == "jit"
+    kept = [weakref.ref(args[1].base) for _, args in recorder.launches]
+    recorder.launches.clear()
+    del given
+    assert not any(one() is not None for one in kept)  # launches are remembered, tensors are not
 
 
 def test_tiles_describe_their_tensor():
