@@ -7,8 +7,7 @@
 #pragma once
 #include "matmul.h"
 
-#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || HR_TILE_EMULATION
-#define HR_AMX 1
+#if HR_AMX
 
 namespace hr {
 

@@ -10,7 +10,8 @@
 namespace hr {
 
 constexpr int kOwnRows = kFineRows;  // up to here every thread quantizes x for itself: cheaper than one more step
-constexpr int kFewRowsChunks = 6, kFewThreads = 4;  // chunks a thread of few rows, and threads up to which it is so many
+constexpr int kFewRowsChunks = 6;  // chunks of few rows for each thread
+constexpr int kFewThreads = 4;     // up to so many, a chunk is often followed by one of the same thread
 // Rows from which the tile unit is faster than row kernels; quantized panels are made bf16 for it first, which is also
 // the more exact way: steps that read prompts take it from kTileRows on, decode steps of many streams when it pays.
 constexpr int kTileRows = 5, kTileRowsQuantized = 24;
@@ -132,7 +133,7 @@ inline void run_linear_int8(const void* p, int chunk, int chunks, Scratch& scrat
   const int64_t end = all * (chunk + 1) / chunks;
   for (int64_t panel = all * chunk / chunks; panel < end; ++panel) {
     const uint8_t* w = static_cast<const uint8_t*>(a.packed) + panel * shape.bytes;
-    // behind a chunk comes one of another thread's, if there are many
+    // behind a chunk lies another thread's, if there are many
     const uint8_t* next = panel + 1 < end || chunks <= kFewThreads * kFewRowsChunks ? w + shape.bytes : nullptr;
     for (int r = 0; r < a.rows; r += stride) {
       const int n = a.rows - r < stride ? a.rows - r : stride;
@@ -432,13 +433,12 @@ inline int plan_linear(const hr_linear& a, int threads, Step* out) {
   }
 #endif
   // Few rows: large chunks, for the memory is read in long runs. More rows: small ones, so that threads end together.
-  const int64_t n = panels(a.n), few = threads > kFewThreads ? kFewRowsChunks - 2 : kFewRowsChunks;
-  const int64_t wanted = threads * (a.rows <= kOwnRows ? few : 16);
+  const int64_t n = panels(a.n), wanted = threads * (a.rows <= kOwnRows ? kFewRowsChunks : 16);
   const int chunks = threads == 1 ? 1 : clamp_chunks(n < wanted ? n : wanted);
 #if HR_BF16_DOTS
   if (a.rows >= kWideRows && a.x_dtype == HR_BF16 && a.format == HR_W_BF16) {
     const int64_t sets = (n + kWideCols - 1) / kWideCols;
-    const int64_t most = a.rows < kMemoryRows ? threads * few : wanted;
+    const int64_t most = a.rows < kMemoryRows ? threads * kFewRowsChunks : wanted;
     out[0] = {run_linear_wide, &a, threads == 1 ? 1 : clamp_chunks(sets < most ? sets : most)};
     return 1;
   }

@@ -296,6 +296,32 @@ void quantize_row(const T* x, int64_t first, int64_t last, int group, int zero_p
 // R rows of x against one panel: out[r][16]. The integers of a block are unpacked once for all rows. `next`: the panel
 // to fetch meanwhile, or null.
 #if HR_AVX512 && defined(__AVX512VNNI__)
+#if HR_AMX
+constexpr bool kManyCores = true;  // machines with tiles: a thread's run of panels is short
+#else
+constexpr bool kManyCores = false;
+#endif
+constexpr int64_t kSoon = 4096;  // bytes
+
+// Fetches the integers and scales of a block that lies kSoon bytes on, in this panel or the next (if it is known). Inlined
+// by force: GCC takes a function that only fetches for one that does nothing.
+template <int BITS, int GROUP, bool MIN>
+[[gnu::always_inline]] inline void fetch_near(const uint8_t* panel, const PanelShape& shape, int64_t b,
+                                              const uint8_t* next) {
+  constexpr int64_t kBytes = BITS == 8 ? 512 : 256 + (BITS - 4) * 64;  // PanelShape::block_bytes
+  constexpr int64_t kScales = 32 / GROUP * kCols * 2;
+  b += kSoon / kBytes;
+  if (b >= shape.blocks) {
+    panel = next, b -= shape.blocks;
+    if (!panel || b >= shape.blocks) return;
+  }
+  const char* from = reinterpret_cast<const char*>(panel);
+#pragma GCC unroll 8
+  for (int64_t at = 0; at < kBytes; at += 64) _mm_prefetch(from + shape.data_at + b * kBytes + at, _MM_HINT_T0);
+  _mm_prefetch(from + shape.scales_at + b * kScales, _MM_HINT_T0);
+  if (MIN) _mm_prefetch(from + shape.mins_at + b * kScales, _MM_HINT_T0);
+}
+
 // acc += w * the four inputs at x, for all columns: one instruction, where the compiler would load first.
 inline __m512i dot4(__m512i acc, __m512i w, const int8_t* x) {
   typedef int32_t __attribute__((may_alias)) four;
@@ -319,9 +345,12 @@ void panel_rows(const uint8_t* panel, const PanelShape& shape, const QuantRows& 
     const uint64_t* planes = reinterpret_cast<const uint64_t*>(data + 256);
     // The next panel, as far on as this one: a panel has three streams of a few hundred bytes each, which the
     // hardware's own prefetcher hardly notices.
-    if (next)
+    if constexpr (kManyCores && R <= 2) {
+      fetch_near<BITS, GROUP, MIN>(panel, shape, b, next);
+    } else if (next) {
       for (int64_t at = b * share & ~int64_t(63); at < (b + 1) * share; at += 64)
         _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T0);
+    }
     for (int g = 0; g < kGroups; ++g) {
       const int64_t index = b * kGroups + g;
       __m512i acc[R], rest[R];

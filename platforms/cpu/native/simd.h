@@ -16,6 +16,10 @@
 #include <arm_neon.h>
 #endif
 
+#if (defined(__AMX_TILE__) && defined(__AMX_BF16__)) || HR_TILE_EMULATION
+#define HR_AMX 1
+#endif
+
 namespace hr {
 
 struct bf16 { uint16_t bits; };
