@@ -220,20 +220,13 @@ class BatchBuilder:
 
     def _sampling(self, plan: StepPlan, starts: np.ndarray, index: np.ndarray) -> list[np.ndarray]:
         """In the order of SampleInputs' tensors."""
-        rows = self._rows
-        chosen = plan.rows[index].astype(np.int64)
+        rows, chosen = self._rows, plan.rows[index].astype(np.int64)
         position = plan.num_computed[index].astype(np.int64) + plan.num_new[index]
-        temperature = rows.temperature[chosen]
+        options = rows.options[:, chosen]
+        temperature, top_p, min_p = options[:3].view(np.float32)
         draws = uniform(rows.seed[chosen], position) if temperature.any() else temperature
-        return [
-            starts[index + 1] - 1,
-            chosen * rows.width + position,
-            temperature,
-            rows.top_k[chosen],
-            rows.top_p[chosen],
-            rows.min_p[chosen],
-            draws,
-        ]
+        where = (starts[index + 1] - 1, chosen * rows.width + position)
+        return [*where, temperature, options[3], top_p, min_p, draws]
 
     def _tables(
         self, device_rows: torch.Tensor, blocks: int, static: StaticInputs | None

@@ -64,6 +64,7 @@ class Rows:
         self.shaped = np.zeros(rows + 1, np.bool_)
         self.penalised = np.zeros(rows + 1, np.bool_)
         self.biased = np.zeros(rows + 1, np.bool_)
+        self.plain = np.ones(rows + 1, np.bool_)  # neither shaped nor with log-probabilities
         self.extras: dict[int, RowExtras] = {}
         self.tables_host = np.zeros((0, rows + 1, 1), np.int32)
         self.tables = torch.zeros((0, rows + 1, 1), dtype=torch.int32, device=runtime.device)
@@ -82,6 +83,7 @@ class Rows:
         self.tables.zero_()
         self.extras.clear()
         self.shaped.fill(False)
+        self.plain.fill(True)
         self.logprobs.fill(-1)
         self.prompt_logprobs.fill(-1)
 
@@ -128,6 +130,7 @@ class Rows:
         self.penalised[row] = params.needs_penalties
         self.biased[row] = bool(params.logit_bias)
         self.shaped[row] = shaped
+        self.plain[row] = not shaped and params.logprobs < 0
         if shaped:
             self.extras[row] = RowExtras(params)
         else:

@@ -55,8 +55,8 @@ class PendingStep:
         token_ids = np.full(len(self.plan.rows), -1, np.int32)
         bad: list[int] = []
         if self.ids is not None:
-            token_ids[self.index] = self.ids.numpy()[: len(self.index)]
-            bad = self.index[token_ids[self.index] < 0].tolist()
+            token_ids[self.index] = sampled = self.ids.numpy()[: len(self.index)]
+            bad = self.index[sampled < 0].tolist()
         logprobs = {}
         if self.logprobs is not None:
             indices, numbers = self.logprobs
@@ -172,6 +172,8 @@ class Runner:
         ids, where = None, sample.logit_index
         if body is not None and inputs.gather is not None:  # it has sampled
             raw, ids = body.raw, body.ids
+            if self._collectives.rank == 0 and self.rows.plain[sample.rows].all():
+                return self._transfers.fetch(ids), None
         else:
             chosen = hidden[:count] if where is None else hidden.index_select(0, where)
             raw = self.model.logits(chosen)
