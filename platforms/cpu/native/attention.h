@@ -168,41 +168,6 @@ inline void finish_row(const hr_attention& a, const float* acc, float m, float l
   else scale_row(acc, scale, static_cast<fp16*>(a.out) + at, a.head_dim);
 }
 
-template <class S, class C>
-void run_decode(const void* p, int chunk, int, Scratch& scratch) {
-  const hr_attention& a = *static_cast<const hr_attention*>(p);
-  const Cache<S, C> cache(a);
-  const int group = a.q_heads / a.kv_heads, split = chunk % a.splits;
-  const int head = chunk / a.splits % a.kv_heads, req = chunk / a.splits / a.kv_heads;
-  const int64_t d = a.head_dim, row = a.query_start_loc[req], length = a.seq_lens[req];
-  const int64_t start = a.window > 0 && length > a.window ? length - a.window : 0;
-  const int64_t units = (length - start + a.block_size - 1) / a.block_size;
-  const int64_t from = start + units * split / a.splits * a.block_size;
-  const int64_t to = std::min(length, start + units * (split + 1) / a.splits * a.block_size);
-  // scratch: [acc, m, l of the group][its queries][a tile of keys, one of values]
-  const int64_t floats = (group * (d + 2) + 15) / 16 * 16;
-  float* own = reinterpret_cast<float*>(scratch.need(size_t(floats) * 4 + sizeof(C) * size_t((group + 2 * kCols) * d)));
-  float *acc = own, *m = own + group * d, *l = m + group;
-  C* q = reinterpret_cast<C*>(own + floats);
-  std::memset(acc, 0, size_t(group * d) * 4);
-  for (int g = 0; g < group; ++g) m[g] = kMinus, l[g] = 0.0f;
-  fetch(a.dtype, a.q, row * a.q_stride + head * group * d, q, group * d);
-  if (from < to)
-    decode_range(a, cache, q, q + group * d, a.block_table + req * a.table_stride, head, group, from, to, m, l, acc);
-  for (int g = 0; g < group; ++g) {
-    const int qh = head * group + g;
-    if (a.splits == 1) {
-      finish_row(a, acc + g * d, m[g], l[g], qh, row * a.out_stride + qh * d);
-    } else {
-      float* part = static_cast<float*>(a.scratch) +
-                    ((int64_t(req) * a.q_heads + qh) * a.splits + split) * partial_floats(a);
-      std::memcpy(part, acc + g * d, size_t(d) * 4);
-      part[d] = m[g];
-      part[d + 1] = l[g];
-    }
-  }
-}
-
 inline void run_join(const void* p, int chunk, int chunks, Scratch& scratch) {
   const hr_attention& a = *static_cast<const hr_attention*>(p);
   const int64_t d = a.head_dim;
@@ -434,54 +399,48 @@ inline int64_t clean_tail(Tile* v, C* buffer, int64_t live, int64_t step, int64_
   return padded;
 }
 
-template <class S, class C>
-void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
-  const hr_attention& a = *static_cast<const hr_attention*>(p);
-#if HR_AMX
-  const Tiles tiles;
-#endif
-  const Cache<S, C> cache(a);
-  constexpr bool kPairs = sizeof(C) == 2;
-  const int group = a.q_heads / a.kv_heads, head = chunk / a.prefill_tasks;
-  // Head by head, so that keys and values of one stay near; the longest tasks first, so that threads end together.
-  const int task = a.prefill_tasks - 1 - chunk % a.prefill_tasks;
-  const int req = a.prefill_list[2 * task], first = a.prefill_list[2 * task + 1];
-  const int64_t d = a.head_dim, s = cache.s, start = a.query_start_loc[req];
-  const int64_t queries = a.query_start_loc[req + 1] - start, length = a.seq_lens[req];
-  const int tokens = int(std::min<int64_t>(std::max(kQueryRows / group, 1), queries - first));
-  const int rows = tokens * group;  // group <= kQueryRows, checked when the op is planned
-  const int32_t* table = a.block_table + req * a.table_stride;
-  const int64_t last0 = length - queries + first;  // last key the first query sees
-  // scratch: [queries][probabilities][a tile of keys][one of values][floats]
-  const size_t q_bytes = sizeof(C) * size_t(kQueryRows * d), p_bytes = sizeof(C) * kQueryRows * kKeyTile;
-  const size_t tile_bytes = sizeof(C) * size_t(d) * kKeyTile;
-  uint8_t* base = scratch.need(q_bytes + p_bytes + 2 * tile_bytes +
-                               4 * size_t(kQueryRows * (kKeyTile + d + 1 + W)));
-  C* q = reinterpret_cast<C*>(base);
-  C* prob = reinterpret_cast<C*>(base + q_bytes);
-  C* key_tile = reinterpret_cast<C*>(base + q_bytes + p_bytes);
-  C* value_tile = reinterpret_cast<C*>(base + q_bytes + p_bytes + tile_bytes);
+// Memory of a task of up to `most` rows: queries, probabilities, a tile of keys, one of values, floats.
+template <class C>
+struct TileMemory {
+  C *q, *prob, *key_tile, *value_tile;
   PrefillState st;
-  st.scores = reinterpret_cast<float*>(base + q_bytes + p_bytes + 2 * tile_bytes);
-  st.acc = st.scores + kQueryRows * kKeyTile;
-  st.m = st.acc + kQueryRows * d;
-  st.l = st.m + kQueryRows;
-  for (int r = 0; r < rows; ++r)
-    fetch(a.dtype, a.q, (start + first + r / group) * a.q_stride + (head * group + r % group) * d, q + r * d, d);
-  std::memset(static_cast<void*>(q + rows * d), 0, sizeof(C) * size_t((kQueryRows - rows) * d));
-  std::memset(static_cast<void*>(prob), 0, p_bytes);
-  std::memset(st.acc, 0, 4 * size_t(kQueryRows * d));
-  std::memset(st.l, 0, 4 * size_t(kQueryRows * W));
-  for (int r = 0; r < kQueryRows; ++r) st.m[r] = kMinus;
-  const int64_t end = last0 + tokens;  // keys any of these queries sees
-  const int64_t begin = a.window > 0 ? std::max<int64_t>(last0 + 1 - a.window, 0) : 0;
+  static size_t bytes(int64_t most, int64_t d) {
+    return sizeof(C) * size_t(most * (d + kKeyTile) + 2 * d * kKeyTile) + 4 * size_t(most * (kKeyTile + d + 1 + W)) + 64;
+  }
+  TileMemory(uint8_t* base, int64_t most, int64_t d) {
+    q = reinterpret_cast<C*>(base);
+    prob = q + most * d;
+    key_tile = prob + most * kKeyTile;
+    value_tile = key_tile + d * kKeyTile;
+    st.scores = reinterpret_cast<float*>(value_tile + d * kKeyTile);
+    st.acc = st.scores + most * kKeyTile;
+    st.l = st.acc + most * d;
+    st.m = st.l + most * W;
+    std::memset(static_cast<void*>(prob), 0, sizeof(C) * size_t(most * kKeyTile));
+    std::memset(st.acc, 0, 4 * size_t(most * (d + W)));
+    for (int64_t r = 0; r < most; ++r) st.m[r] = kMinus;
+  }
+};
+
+// Rows of queries over keys [begin, end), `begin` a multiple of key_step; last0: the last key that the first row's token
+// sees. AHEAD: the next tile is fetched while one is computed with.
+template <bool AHEAD, class S, class C>
+void attend_tiles(const hr_attention& a, const Cache<S, C>& cache, const TileMemory<C>& mem, const int32_t* table, int head,
+                  int rows, int64_t begin, int64_t end, int64_t last0) {
+  constexpr bool kPairs = sizeof(C) == 2;
+  const int group = a.q_heads / a.kv_heads;
+  const PrefillState st = mem.st;
+  const int64_t d = a.head_dim, s = cache.s;
   // A tile of keys is one piece or several, each within a block.
   const int64_t step = key_step(s), span = kKeyTile / step * step;
   alignas(64) float ks[kKeyTile], vs[kKeyTile];
   const float scale = a.softcap > 0.0f ? a.scale : a.scale * kLog2e;
-  for (int64_t t = begin / step * step; t < end; t += span) {
+  for (int64_t t = begin; t < end; t += span) {
     const int64_t keys = std::min<int64_t>(span, end - t), pieces = (keys + step - 1) / step;
     int64_t width = pieces * step;
+    if constexpr (AHEAD)
+      for (int64_t next = t + span; next < std::min(end, t + 2 * span); next += step)
+        cache.fetch_ahead(table[next / s], head, next % s, std::min(step, end - next));
     auto key_piece = [&](int64_t i, C* buffer) {
       const int64_t block = table[(t + i * step) / s], in = (t + i * step) % s;
       cache.scales(block, head, in, std::min<int64_t>(step, keys - i * step), step, scale, ks + i * step, vs + i * step);
@@ -498,37 +457,106 @@ void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
       const uint8_t* panels[kKeyTile / kCols];
       int64_t ldb = 0;
       for (int64_t i = 0; i < pieces; ++i) {
-        const Tile k = key_piece(i, key_tile + i * step * d);
+        const Tile k = key_piece(i, mem.key_tile + i * step * d);
         for (int64_t j = 0; j < step / kCols; ++j) panels[i * (step / kCols) + j] = k.data + j * 64;
         ldb = k.ldb;
       }
       width = (keys + kCols - 1) / kCols * kCols;
       row_sets(rows, [&]<int R>(int r) {
-        score_rows<R>(q + r * d, panels, int(width / kCols), ldb, d, st.scores + r * kKeyTile);
+        score_rows<R>(mem.q + r * d, panels, int(width / kCols), ldb, d, st.scores + r * kKeyTile);
       });
-      tile_softmax(a, st, prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
+      tile_softmax(a, st, mem.prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
       Values v;
       for (; v.pieces < pieces; ++v.pieces)
-        v.data[v.pieces] = value_piece(v.pieces, value_tile + v.pieces * step * d, v.tokens + v.pieces).data;
-      row_sets(rows, [&]<int R>(int r) { value_rows<R>(prob + r * kKeyTile, v, d, st.acc + r * d); });
+        v.data[v.pieces] = value_piece(v.pieces, mem.value_tile + v.pieces * step * d, v.tokens + v.pieces).data;
+      row_sets(rows, [&]<int R>(int r) { value_rows<R>(mem.prob + r * kKeyTile, v, d, st.acc + r * d); });
 #endif
       continue;
     }
     for (int64_t i = 0; i < pieces; ++i) {
-      const Tile k = key_piece(i, key_tile);
-      tile_product(q, d, rows, k.data, k.ldb, 64, d, step, st.scores + i * step, kKeyTile, false);
+      const Tile k = key_piece(i, mem.key_tile);
+      tile_product(mem.q, d, rows, k.data, k.ldb, 64, d, step, st.scores + i * step, kKeyTile, false);
     }
-    tile_softmax(a, st, prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
+    tile_softmax(a, st, mem.prob, rows, group, t, keys, width, last0, ks, Cache<S, C>::kScaled ? vs : nullptr);
     for (int64_t i = 0; i < pieces; ++i) {
       int64_t used;
-      const Tile v = value_piece(i, value_tile, &used);
-      tile_product(prob + i * step, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
+      const Tile v = value_piece(i, mem.value_tile, &used);
+      tile_product(mem.prob + i * step, kKeyTile, rows, v.data, v.ldb, 64, used, d, st.acc, d, true);
     }
   }
+}
+
+template <class S, class C>
+void run_prefill(const void* p, int chunk, int, Scratch& scratch) {
+  const hr_attention& a = *static_cast<const hr_attention*>(p);
+#if HR_AMX
+  const Tiles tiles;
+#endif
+  const Cache<S, C> cache(a);
+  const int group = a.q_heads / a.kv_heads, head = chunk / a.prefill_tasks;
+  // Head by head, so that keys and values of one stay near; the longest tasks first, so that threads end together.
+  const int task = a.prefill_tasks - 1 - chunk % a.prefill_tasks;
+  const int req = a.prefill_list[2 * task], first = a.prefill_list[2 * task + 1];
+  const int64_t d = a.head_dim, start = a.query_start_loc[req];
+  const int64_t queries = a.query_start_loc[req + 1] - start, length = a.seq_lens[req];
+  const int tokens = int(std::min<int64_t>(std::max(kQueryRows / group, 1), queries - first));
+  const int rows = tokens * group;  // group <= kQueryRows, checked when the op is planned
+  const int64_t last0 = length - queries + first;  // last key the first query sees
+  const TileMemory<C> mem(scratch.need(TileMemory<C>::bytes(kQueryRows, d)), kQueryRows, d);
+  for (int r = 0; r < rows; ++r)
+    fetch(a.dtype, a.q, (start + first + r / group) * a.q_stride + (head * group + r % group) * d, mem.q + r * d, d);
+  std::memset(static_cast<void*>(mem.q + rows * d), 0, sizeof(C) * size_t((kQueryRows - rows) * d));
+  const int64_t step = key_step(a.block_size);
+  const int64_t begin = a.window > 0 ? std::max<int64_t>(last0 + 1 - a.window, 0) / step * step : 0;
+  attend_tiles<false>(a, cache, mem, a.block_table + req * a.table_stride, head, rows, begin, last0 + tokens, last0);
   for (int r = 0; r < rows; ++r) {
     const int qh = head * group + r % group;
-    finish_row(a, st.acc + r * d, st.m[r] / kLog2e, sum(load(st.l + r * W)), qh, (start + first + r / group) * a.out_stride + qh * d);
+    finish_row(a, mem.st.acc + r * d, mem.st.m[r] / kLog2e, sum(load(mem.st.l + r * W)), qh,
+               (start + first + r / group) * a.out_stride + qh * d);
   }
+}
+
+// The result of a row, or with `splits` its part of one, which run_join adds up.
+inline void finish_split(const hr_attention& a, int req, int split, int qh, const float* acc, float m, float l) {
+  const int64_t d = a.head_dim;
+  if (a.splits == 1) return finish_row(a, acc, m, l, qh, int64_t(a.query_start_loc[req]) * a.out_stride + qh * d);
+  float* part = static_cast<float*>(a.scratch) + ((int64_t(req) * a.q_heads + qh) * a.splits + split) * partial_floats(a);
+  std::memcpy(part, acc, size_t(d) * 4);
+  part[d] = m;
+  part[d + 1] = l;
+}
+
+template <class S, class C>
+void run_decode(const void* p, int chunk, int, Scratch& scratch) {
+  const hr_attention& a = *static_cast<const hr_attention*>(p);
+  const Cache<S, C> cache(a);
+  const int group = a.q_heads / a.kv_heads, split = chunk % a.splits;
+  const int head = chunk / a.splits % a.kv_heads, req = chunk / a.splits / a.kv_heads;
+  const int64_t d = a.head_dim, row = a.query_start_loc[req], length = a.seq_lens[req], s = a.block_size;
+  const int64_t start = a.window > 0 && length > a.window ? length - a.window : 0, aligned = start / s * s;
+  const int64_t units = (length - aligned + s - 1) / s;
+  const int64_t from = aligned + units * split / a.splits * s;
+  const int64_t to = std::min(length, aligned + units * (split + 1) / a.splits * s);
+  const int32_t* table = a.block_table + req * a.table_stride;
+  if constexpr (sizeof(C) == 2 && HR_TILE_ROWS) {
+    const TileMemory<C> mem(scratch.need(TileMemory<C>::bytes(group, d)), group, d);
+    fetch(a.dtype, a.q, row * a.q_stride + head * group * d, mem.q, group * d);
+    attend_tiles<true>(a, cache, mem, table, head, group, from, to, length - 1);
+    for (int g = 0; g < group; ++g)
+      finish_split(a, req, split, head * group + g, mem.st.acc + g * d, mem.st.m[g] / kLog2e, sum(load(mem.st.l + g * W)));
+    return;
+  }
+  // scratch: [acc, m, l of the group][its queries][a tile of keys, one of values]
+  const int64_t floats = (group * (d + 2) + 15) / 16 * 16;
+  float* own = reinterpret_cast<float*>(scratch.need(size_t(floats) * 4 + sizeof(C) * size_t((group + 2 * kCols) * d)));
+  float *acc = own, *m = own + group * d, *l = m + group;
+  C* q = reinterpret_cast<C*>(own + floats);
+  std::memset(acc, 0, size_t(group * d) * 4);
+  for (int g = 0; g < group; ++g) m[g] = kMinus, l[g] = 0.0f;
+  fetch(a.dtype, a.q, row * a.q_stride + head * group * d, q, group * d);
+  if (from < to)
+    decode_range(a, cache, q, q + group * d, table, head, group, std::max(from, start), to, m, l, acc);
+  for (int g = 0; g < group; ++g) finish_split(a, req, split, head * group + g, acc + g * d, m[g], l[g]);
 }
 
 struct AttentionFns {
