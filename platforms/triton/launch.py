@@ -2,12 +2,14 @@
 
 A kernel that depends on the one before it begins with `after_previous`, once it has done what needs none of its
 results (reading weights, say), and calls `let_next_start` when the next may begin to do the same. Both are nothing
-unless the launch asks for it (`launch_pdl`), which only devices that say "pdl" among their features can.
+unless the launch asks for it (`launch_pdl`), which only devices that say "pdl" among their features can, with a
+release of Triton that can ask for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -19,11 +21,10 @@ from headrace.platforms import tuned
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except (
-    ImportError
-):  # releases before 3.4: no device is given the launches that need them (features: "pdl")
+except ImportError:  # releases before 3.4
     gdc_launch_dependents = gdc_wait = None
-
+# Those of release 3.4 cannot be called.
+DEPENDENT = gdc_wait is not None and "_semantic" in signature(gdc_wait).parameters
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # releases before 3.4: kernels that need them are not selected
@@ -56,7 +57,7 @@ def launch_options(
         measured = runtime.tuned.get(tuned.key(kernel, query, options), {})
         chosen |= {name: value for name, value in measured.items() if name in chosen}
     if dependent:
-        chosen["PDL"] = pdl = "pdl" in runtime.info.features
+        chosen["PDL"] = pdl = DEPENDENT and "pdl" in runtime.info.features
         if pdl:
             chosen["launch_pdl"] = True
     return chosen

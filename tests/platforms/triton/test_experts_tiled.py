@@ -113,3 +113,11 @@ def test_the_options_of_a_device_fit_what_can_be_asked_for(name, monkeypatch):
     plain = experts.product_options(name, QUERY, runtime, 128)
     assert tiled["TILED"] and tiled["FLAT"] and not short["TILED"]
     assert "TILED" not in plain and plain["BLOCK_M"] == tiled["BLOCK_M"] == 128
+
+
+def test_a_release_that_cannot_ask_for_dependent_launches_has_none(monkeypatch):
+    runtime = target("sm_90").runtime
+    asked = launch.launch_options("any", QUERY, runtime, {}, dependent=True)
+    monkeypatch.setattr(launch, "DEPENDENT", False)
+    assert launch.launch_options("any", QUERY, runtime, {}, dependent=True) == {"PDL": False}
+    assert asked == {"PDL": True, "launch_pdl": True}
