@@ -37,6 +37,7 @@ from headrace.platforms.queries import LinearQuery
 
 BITS = {"bf16": 16.0, "int8": 8.5, "q4": 4.5}  # a weight, with its share of the scales
 HEAD_BITS = {"bf16": 16.0, "int8": 8.5, "q4": 8.5}
+KINDS = {"bf16": ("bfloat16",), "int8": ("Q8_0",), "q4": ("Q4_0", "Q4_K")}  # of products
 # name -> title, concurrency, prompt tokens, output tokens, requests
 LOADS = {
     "decode": ("decode", 1, 128, 128, 3),
@@ -123,13 +124,15 @@ def stored(kind: str, n: int, k: int) -> Any:
     return raw.reshape(n, -1)
 
 
-def products(config: dict[str, Any], runtime: Any, seconds: float) -> Iterator[dict[str, Any]]:
+def products(
+    config: dict[str, Any], kinds: list[str], runtime: Any, seconds: float
+) -> Iterator[dict[str, Any]]:
     """Each kind of matrix by itself: GB/s of its weights and TFLOP/s, the median of calls that take turns on copies."""
     hidden, size = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim", hidden // config["num_attention_heads"])
     qkv = head * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
     shapes = {"qkv": (hidden, qkv), "gate_up": (hidden, 2 * size), "down": (size, hidden)}
-    for kind in ("bfloat16", *BLOCKS):
+    for kind in kinds:
         for name, (k, n) in shapes.items():
             query = LinearQuery(k, n, "bfloat16", "" if kind == "bfloat16" else kind)
             # calls outside of a captured step count as prompts', unless they say what they give
@@ -234,7 +237,8 @@ def rows(asked: argparse.Namespace, only: list[str], scratch: Path) -> Iterator[
         row["numpy_gb_s"] = round(plain_read(threads) / 1e9, 1)
     yield row
     if "products" in only:
-        yield from products(CONFIGS[asked.model], runtime, asked.seconds)
+        kinds = [kind for weights in asked.weights.split(",") for kind in KINDS[weights]]
+        yield from products(CONFIGS[asked.model], kinds, runtime, asked.seconds)
     runtime.close()
     if set(only) - {"memory", "products"}:
         for weights in asked.weights.split(","):
