@@ -45,6 +45,10 @@ def main(folder: Path, family: str, ranks: int = 1) -> None:
             answers = engine.run(asked, greedy(NEW_TOKENS, logprobs=1))
             _, wrong = check_answers(asked, answers, truth, model, "float32")
             assert not wrong, wrong
+        for graph in (graph for backend in backends for graph in backend.captured):
+            names = [str(func) for func, *_ in graph._operators]
+            # the tables' changes and what was sampled: nothing of a decode is left outside
+            assert sum("index_copy_" in name for name in names) == 2, names
         for sizes in ((3, 20), (2, 5, 8)) if ranks == 1 else ():
             step = engine.executor.call("profile_step", *sizes)
             assert len(step["ops"]) > 10 and not step["on_host"], step
