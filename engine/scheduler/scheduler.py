@@ -468,7 +468,7 @@ class Scheduler:
         self._step_passed()
         for index, entries in result.prompt_logprobs.items():
             self._keep_prompt_logprobs(step.requests[index], int(step.num_computed[index]), entries)
-        outputs = []
+        outputs, accepted = [], 0
         not_finite = set(result.nan_rows)
         logprobs = result.logprobs
         found = zip(step.requests, step.sample, result.token_ids.tolist(), strict=True)
@@ -480,8 +480,10 @@ class Scheduler:
                 self.kv.forget(request.blocks)
             elif samples:
                 outputs.append(self._accept(request, token, logprobs.get(index)))
+                accepted += 1
             elif self._prompt_done(request):
                 outputs.append(self._end(request, "length"))
+        self._stats.generated_tokens += accepted
         return outputs
 
     def _accept(
@@ -489,7 +491,6 @@ class Scheduler:
     ) -> RequestOutput:
         tokens, sampling = request.tokens, request.sampling
         tokens.append(token)
-        self._stats.generated_tokens += 1
         output = RequestOutput(request.request_id, [token])
         if logprobs is not None:
             output.logprobs = [logprobs]
