@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.cli.errors import CliError
+from headrace.engine.config import env
 from headrace.engine.config.resolve import (
     ConfigError,
     merge_defaults,
@@ -33,6 +34,7 @@ from headrace.engine.weights.online import (
 )
 from headrace.engine.weights.source import ModelError, ModelFiles
 from headrace.engine.weights.sources import read_spec, resolve_model
+from headrace.platforms import tuned
 from headrace.platforms.collectives import OP as COLLECTIVES
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.platform import Default
@@ -127,26 +129,32 @@ def assumed_version(distribution: str) -> str:
     return installed_version(distribution) or "9999"
 
 
-def decide(plan: Plan) -> list[Decision]:
-    """The choice for every op of the model, without loading an implementation. What was forced and cannot be ends
-    with the table of candidates."""
+def policy_of(plan: Plan) -> Policy:
+    """What the settings say about selection."""
     device = plan.config.device
-    policy = Policy(
+    return Policy(
         force=device.force,
         disable=frozenset(device.disable),
         only_verified=device.only_verified,
         self_test=device.self_test,
     )
-    registry = plan.found.registry()
+
+
+def decide(plan: Plan) -> list[Decision]:
+    """The choice for every op of the model, without loading an implementation. What was forced and cannot be ends
+    with the table of candidates."""
+    device, policy, registry = plan.config.device, policy_of(plan), plan.found.registry()
     problems = policy_problems(policy, registry)
     if problems:
         raise CliError(problems[0])
 
     # A device that is not here is explained as its machine would be set up: with the packages its kernels need.
     versions = installed_version if plan.present else assumed_version
+    measured = tuned.read(env.tuned_file(plan.device.name), plan.device.name).options
 
     def choose(op: str, query: Any) -> Decision:
-        return select(op, query, plan.device, registry, policy, versions=versions)
+        faster = tuned.chosen(measured, op, query)
+        return select(op, query, plan.device, registry, policy, versions=versions, preferred=faster)
 
     def can(op: str, query: Any) -> bool:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.platforms import tuned
 from headrace.platforms.device import DeviceInfo, DeviceRuntime
 from headrace.platforms.registry import (
     REFERENCE,
@@ -263,6 +264,7 @@ class Ops:
                 self.policy,
                 load=load,
                 self_test=lambda row: self._self_test(contract, row, query),
+                preferred=tuned.chosen(self.runtime.tuned, op, query),
             )
             self.report.decisions.append(decision)
             self._bound[key] = loaded[decision.chosen]

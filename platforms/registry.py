@@ -1,8 +1,9 @@
 """Implementations, verdicts and the one selector that serves every op. Torch-free and pure.
 
 `supports` answers from plain data, so selection for any device can be computed and tested on any machine.
-The order: forced by the user (honoured or an error) > "yes" by rank > "unverified" by rank, if it passes a self-test
-> the reference. Every candidate keeps a row with its reasons, whatever became of it.
+The order: forced by the user (honoured or an error) > what was measured to be faster on the device > "yes" by rank >
+"unverified" by rank > the reference. The unverified must pass a self-test.
+Every candidate keeps a row with its reasons, whatever became of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from headrace.platforms.device import DeviceInfo
 Status = Literal["yes", "no", "unverified"]
 
 REFERENCE = "reference"  # name of the plain-PyTorch implementation every op has
+MEASURED = "measured faster on this device"
 _REFERENCE_ROWS = "headrace.platforms.reference:implementations"
 
 
@@ -270,20 +272,23 @@ def select(
     self_test: Callable[[Implementation], SelfTest] | None = None,
     versions: Callable[[str], str | None] = installed_version,
     test_all: bool = False,
+    preferred: str = "",
 ) -> Decision:
     """Choose the implementation of `op` for `query` on `device`. SelectionError carries the whole table.
 
     Without `load` nothing is imported and without `self_test` nothing runs: what `explain` does for any device.
-    `test_all`: the verified and the reference are tested as well.
+    `test_all`: the verified and the reference are tested as well. `preferred`: measured to be faster than those that
+    rank above it (platforms.tuned.chosen).
     """
     policy = policy or Policy()
     rows = []
     for candidate in registry.candidates(op):
         verdict = _judge(candidate, query, device, policy, versions)
-        rows.append(_Row(candidate, verdict.status, verdict.reasons))
+        measured = (MEASURED,) if candidate.name == preferred and verdict.status != "no" else ()
+        rows.append(_Row(candidate, verdict.status, (*measured, *verdict.reasons)))
     forced = policy.force.get(op)
     pool = rows if forced is None else [row for row in rows if row.implementation.name == forced]
-    for row in sorted(pool, key=_Row.order):
+    for row in sorted(pool, key=lambda row: (row.implementation.name != preferred, row.order())):
         if row.status != "no" and _admit(row, policy, load, self_test, test_all):
             return Decision(
                 op, query, device.spec, row.implementation.name, _table(rows), forced is not None

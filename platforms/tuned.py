@@ -96,8 +96,9 @@ def read(path: Path, device: str) -> Tuned:
         ]
         return _refused(path, f"it was made for {what[0]}, this is {what[1]}")
     stale = {name: why for name, values in options.items() if (why := _stale(values))}
-    problem = _refused(path, f"some of them, since {next(iter(stale.values()))}").problem if stale else ""
-    return Tuned({n: values for n, values in options.items() if n not in stale}, made, problem)
+    kept = {name: values for name, values in options.items() if name not in stale}
+    problem = _refused(path, next(iter(stale.values())), "a choice").problem if stale else ""
+    return Tuned(kept, made, problem)
 
 
 def _stale(values: Mapping[str, Any]) -> str:
@@ -126,7 +127,7 @@ def write(path: Path, device: str, options: Options) -> None:
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    if "implementation" in values:
+    if values.get("implementation"):
         versions = {str(name): str(version) for name, version in values["versions"].items()}
         return {"implementation": str(values["implementation"]), "versions": versions}
     for name, value in values.items():
@@ -135,8 +136,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _refused(path: Path, why: str) -> Tuned:
+def _refused(path: Path, why: str, what: str = "what was tuned") -> Tuned:
     return Tuned(
-        problem=f"what was tuned in {path} is not used: {why}; "
-        "headrace bench tune MODEL makes them anew"
+        problem=f"{what} in {path} is not used: {why}; headrace bench tune MODEL makes it anew"
     )

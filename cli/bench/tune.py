@@ -1,9 +1,11 @@
-"""`headrace bench tune`: the fastest launch options for a model's shapes on this device, kept for the next start."""
+"""`headrace bench tune`: the fastest launch options for a model's shapes on this device, and the implementations that
+are faster than those in use, kept for the next start."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,14 @@ from rich.text import Text
 
 from headrace.cli.configure import configure, find_device
 from headrace.cli.errors import RUNTIME, CliError
-from headrace.cli.prepare import Plan, decide, prepare
+from headrace.cli.prepare import Plan, decide, policy_of, prepare
 from headrace.engine.config import env
 from headrace.engine.config.flag import Given
 from headrace.platforms import tuned
 from headrace.platforms.registry import Decision
 
 if TYPE_CHECKING:
+    from headrace.platforms.triton.rivals import Contest
     from headrace.platforms.triton.tuning import Outcome, Subject
 
 TRITON = "triton"  # implementations of this name take their launch options from what is tuned
@@ -30,12 +33,15 @@ def run(model: str, given: Sequence[Given], seconds: float, output: str) -> list
     """Tunes, shows, writes. Returns the table's rows."""
     settings = configure(model, given, "")
     plan = prepare(settings, find_device(settings))
-    queries = tunable(plan, decide(plan))
+    decisions = decide(plan)
+    queries = tunable(plan, decisions)
     path = Path(output) if output else env.tuned_file(plan.device.name)
     console = Console()
-    found = measure(plan, queries, seconds)
+    found, contests = measure(plan, queries, [(one.op, one.query) for one in decisions], seconds)
     console.print(table(found))
-    better = {one.subject.key: dict(one.options) for one in found if one.options}
+    if contests:
+        console.print(rivals_table(contests))
+    better = options_of(found) | choices_of(contests)
     if better:
         try:
             tuned.write(path, plan.device.name, better)
@@ -44,7 +50,24 @@ def run(model: str, given: Sequence[Given], seconds: float, output: str) -> list
                 f"cannot write {path}: {error.strerror}; name a file with --output"
             ) from None
     console.print(Text(ending(found, better, path, output)), soft_wrap=True)
-    return [plain(one) for one in found]
+    return [*(plain(one) for one in found), *(plain_contest(one) for one in contests)]
+
+
+def options_of(found: Sequence[Outcome]) -> dict[str, Any]:
+    return {one.subject.key: dict(one.options) for one in found if one.options}
+
+
+def choices_of(contests: Sequence[Contest]) -> dict[str, Any]:
+    """Of several that are faster than the one in use, the fastest."""
+    best: dict[str, Contest] = {}
+    for one in sorted((one for one in contests if one.won), key=_gain):
+        best[tuned.key("paged_attention", one.query, {})] = one
+    return {name: tuned.choice(one.rival, one.requires) for name, one in best.items()}
+
+
+def _gain(one: Contest) -> float:
+    """Of all loads together."""
+    return prod(old / new for old, new in zip(one.now, one.took, strict=True))
 
 
 def tunable(plan: Plan, decisions: Sequence[Decision]) -> list[tuple[str, Any]]:
@@ -58,9 +81,15 @@ def tunable(plan: Plan, decisions: Sequence[Decision]) -> list[tuple[str, Any]]:
     return queries
 
 
-def measure(plan: Plan, queries: Sequence[tuple[str, Any]], seconds: float) -> list[Outcome]:
-    """On the device, with a bar for the time that is given."""
-    from headrace.platforms.triton import tuning
+def measure(
+    plan: Plan,
+    queries: Sequence[tuple[str, Any]],
+    asked_of_all: Sequence[tuple[str, Any]],
+    seconds: float,
+) -> tuple[list[Outcome], list[Contest]]:
+    """On the device, with a bar for the time that is given to launch options; implementations are compared behind it.
+    `queries` are Triton's, `asked_of_all` those of the whole model."""
+    from headrace.platforms.triton import rivals, tuning
 
     runtime = plan.found.platform.open(plan.device)
     try:
@@ -75,7 +104,13 @@ def measure(plan: Plan, queries: Sequence[tuple[str, Any]], seconds: float) -> l
                 bar.update(task, completed=time.monotonic() - began, description=text)
 
             timer = tuning.GraphTimer(runtime)
-            return list(tuning.tune(asked, runtime, timer, seconds, show))
+            found = list(tuning.tune(asked, runtime, timer, seconds, show))
+            runtime.tuned = {**measured.options, **options_of(found)}
+            place = plan.found.registry(), policy_of(plan), runtime, timer
+            held = rivals.contests(
+                asked_of_all, *place, lambda text: bar.update(task, description=text)
+            )
+            return found, list(held)
     finally:
         runtime.close()
 
@@ -104,13 +139,42 @@ def table(found: Sequence[Outcome]) -> Table:
     return made
 
 
+def rivals_table(contests: Sequence[Contest]) -> Table:
+    """A layer's microseconds, the loads side by side."""
+    made = Table("attention", "in use", "us", "compared with", "us", "")
+    for one in contests:
+        times = [" / ".join(f"{1e6 * t:.1f}" for t in row) for row in (one.now, one.took)]
+        verdict = Text(one.note, style="yellow") if one.note else Text("faster" if one.won else "")
+        made.add_row(_shape(one), one.used, times[0], one.rival, times[1], verdict)
+    return made
+
+
+def _shape(one: Contest) -> str:
+    query = one.query
+    window = f", window {query.window}" if query.window else ""
+    return f"{query.q_heads}/{query.kv_heads} x {query.head_dim}{window}"
+
+
+def plain_contest(one: Contest) -> dict[str, Any]:
+    return {
+        "op": "paged_attention",
+        "shape": _shape(one),
+        "used": one.used,
+        "rival": one.rival,
+        "used_us": [round(1e6 * t, 3) for t in one.now],
+        "rival_us": [round(1e6 * t, 3) for t in one.took],
+        "won": one.won,
+        "note": one.note,
+    }
+
+
 def ending(found: Sequence[Outcome], better: dict[str, Any], path: Path, output: str) -> str:
     if found and not any(one.now for one in found):
         raise CliError(
             f"nothing was measured: {found[0].note}; give it longer with --seconds", RUNTIME
         )
     if not better:
-        return "the options in use are the fastest that were tried; nothing was written"
+        return "what is in use is the fastest that was tried; nothing was written"
     text = f"{len(better)} written to {path}; "
     if output:
         return (

@@ -83,7 +83,7 @@ def implementations(source: str) -> list[Implementation]:
         (
             "flash_attention_3",
             "flash_attention:FlashAttention3",
-            Requirement("flash-attn-3", ">=3.0.0b1", ("flash_attn_3",)),
+            Requirement("flash-attn-3", ">=3.0.0b1"),
             _flash_attention_3,
             48,
         ),

@@ -87,7 +87,7 @@ def make_ops(platform: str = "reference") -> Ops:
         rows = [*CpuPlatform().implementations(), *implementations()]
         return Ops(Registry(rows), info, CpuPlatform().open(info))
     info = DeviceInfo("test", 0, "reference", "none")
-    runtime = cast(Any, SimpleNamespace(info=info, device=CPU))
+    runtime = cast(Any, SimpleNamespace(info=info, device=CPU, tuned={}))
     return Ops(Registry(implementations()), info, runtime)
 
 

@@ -15,6 +15,10 @@ from headrace.cli.errors import CliError
 from headrace.engine.config import env
 from headrace.platforms import tuned
 from headrace.platforms.probe import resolve_device
+from headrace.platforms.queries import AttentionQuery
+
+# SmolLM2's
+QUERY = AttentionQuery(9, 3, 64, 64, "bfloat16", "bfloat16", 0.125)
 
 
 def outcome(kernel: str, now: float, best: float, options: Any = None, note: str = "") -> Any:
@@ -54,7 +58,7 @@ def measured(monkeypatch, tmp_path, smollm2_gguf):
     """Tunes what is given instead of measuring; returns the model's path."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "tunable", lambda plan, decisions: [("linear", None)])
-    monkeypatch.setattr(tune, "measure", lambda plan, queries, seconds: FOUND)
+    monkeypatch.setattr(tune, "measure", lambda *asked: (FOUND, []))
     return str(smollm2_gguf)
 
 
@@ -76,6 +80,34 @@ def test_a_start_and_explain_find_what_was_written(measured, capsys, tmp_path):
     assert not facts["tuned"]["file"] and sum(str(path) in text for text in facts["warnings"]) == 1
 
 
+def contest(rival: str, *took: float, note: str = "") -> Any:
+    now = (10e-6, 20e-6) if took else ()
+    won = bool(took) and max(took) < 10e-6
+    return SimpleNamespace(
+        query=QUERY, used="native", rival=rival, requires=(), now=now, took=took, won=won, note=note
+    )
+
+
+def test_the_fastest_implementation_is_written_and_taken(measured, monkeypatch, capsys, tmp_path):
+    held = [contest("b", 9e-6, 9e-6), contest("reference", 5e-6, 5e-6), contest("c", 7e-6, 9e-6)]
+    held += [contest("d", 1e-6, 2e-5), contest("e", note="load failed: no module")]
+    monkeypatch.setattr(tune, "measure", lambda *asked: (FOUND[1:], held))
+    report = tmp_path / "figures.json"
+    run.tune(measured, [], (5.0, ""), str(report))
+    shown = capsys.readouterr().out
+    assert "10.0 / 20.0" in shown and "5.0 / 5.0" in shown and "load failed" in shown
+    assert [row.get("won") for row in json.loads(report.read_text())["results"]][2:] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+    name = resolve_device("cpu").device.name
+    options = tuned.read(env.tuned_file(name), name).options
+    assert tuned.chosen(options, "paged_attention", QUERY) == "reference"
+    explain.run(measured, [], "", True)
+    rows = json.loads(capsys.readouterr().out)["ops"]
+    (row,) = (row for row in rows if row["op"] == "paged_attention")
+    assert row["chosen"] == "reference" and "measured faster on this device" in str(row)
+
+
 def test_a_file_of_one_s_own(measured, capsys, tmp_path):
     path = tmp_path / "own.json"
     run.tune(measured, [], (5.0, str(path)), "")
@@ -85,11 +117,11 @@ def test_a_file_of_one_s_own(measured, capsys, tmp_path):
 
 
 def test_nothing_better_writes_nothing(measured, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "measure", lambda plan, queries, seconds: FOUND[1:])
+    monkeypatch.setattr(tune, "measure", lambda *asked: (FOUND[1:], []))
     run.tune(measured, [], (5.0, ""), "")
     assert "nothing was written" in capsys.readouterr().out
     assert not env.cache_dir().exists()
-    monkeypatch.setattr(tune, "measure", lambda plan, queries, seconds: FOUND[2:])
+    monkeypatch.setattr(tune, "measure", lambda *asked: (FOUND[2:], []))
     with pytest.raises(CliError, match="no time left"):
         run.tune(measured, [], (5.0, ""), "")
 

@@ -51,6 +51,24 @@ def test_verified_before_unverified_before_reference():
     assert choose(rows[3]).chosen == "reference"
 
 
+def test_what_was_measured_to_be_faster_comes_first():
+    """Above rank and verification; tested like any other; below what is forced and only where it can serve."""
+    rows = [row("a", rank=5), row("b", DOUBT, rank=1), row("c", NO)]
+    decision = choose(*rows, preferred="b", self_test=lambda _: PASS)
+    assert decision.chosen == "b"
+    assert reasons(decision)["b"].startswith(
+        "unverified: measured faster on this device, never run"
+    )
+    decision = choose(*rows, preferred="b", self_test=lambda _: FAIL)
+    assert decision.chosen == "a" and reasons(decision)["b"].startswith("no: self-test failed")
+    assert choose(*rows, preferred="b", policy=Policy(force={"op": "a"})).chosen == "a"
+    for policy in (Policy(disable=frozenset({"b"})), Policy(only_verified=True)):
+        decision = choose(*rows, preferred="b", policy=policy)
+        assert decision.chosen == "a" and "measured" not in reasons(decision)["b"]
+    for name in ("c", "gone"):
+        assert choose(*rows, preferred=name).chosen == "a"
+
+
 def test_equal_ranks_keep_the_order_of_registration():
     assert choose(row("a", rank=5), row("b", rank=5)).chosen == "a"
 

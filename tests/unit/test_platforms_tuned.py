@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from headrace.engine.config import env
 from headrace.platforms import tuned
 from headrace.platforms.queries import AttentionQuery, LinearQuery
+from headrace.platforms.registry import Requirement
 
 DEVICE = "NVIDIA H200"
 KEY = tuned.key("row", LinearQuery(64, 96, "bfloat16"), {})
@@ -37,6 +39,35 @@ def test_what_is_written_is_read_and_added_to(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["file.json"]
 
 
+def test_a_choice_holds_for_the_packages_it_was_measured_with(tmp_path, monkeypatch):
+    installed = {"flashinfer-python": "0.7.4", "triton": "3.6.0"}
+    monkeypatch.setattr(tuned, "installed_version", installed.get)
+    path, query = tmp_path / "file.json", AttentionQuery(8, 2, 64, 64, "float16", "float16", 0.125)
+    entry = tuned.choice(
+        "flashinfer",
+        [
+            Requirement("flashinfer-python", ">=0.7"),
+            Requirement("triton", aliases=("triton-rocm",)),
+        ],
+    )
+    assert entry == {"implementation": "flashinfer", "versions": installed}
+    name = tuned.key("paged_attention", query, {})
+    tuned.write(path, DEVICE, {**OPTIONS, name: entry})
+    found = tuned.read(path, DEVICE)
+    assert not found.problem and found.options == {**OPTIONS, name: entry}
+    assert tuned.chosen(found.options, "paged_attention", query) == "flashinfer"
+    other = dataclasses.replace(query, window=7)
+    for nothing in ((found.options, "linear", query), (found.options, "paged_attention", other)):
+        assert tuned.chosen(*nothing) == ""
+    for version in ("0.8.0", None):
+        monkeypatch.setitem(installed, "flashinfer-python", version)
+        found = tuned.read(path, DEVICE)
+        assert found.options == OPTIONS  # those of the shared kernels hold
+        assert tuned.chosen(found.options, "paged_attention", query) == ""
+        assert "flashinfer was measured with flashinfer-python 0.7.4" in found.problem
+        assert str(path) in found.problem and (version or "not installed") in found.problem
+
+
 def test_no_file_is_no_problem(tmp_path):
     assert tuned.read(tmp_path / "none.json", DEVICE) == tuned.Tuned()
 
@@ -51,6 +82,7 @@ def test_no_file_is_no_problem(tmp_path):
         ({"options": {KEY: {"BLOCK_N": True}}}, "BLOCK_N=True"),
         ({"options": {KEY: {"BLOCK_N": 0}}}, "BLOCK_N=0"),
         ({"options": {KEY: {"PRECISION": 1}}}, "PRECISION=1"),
+        ({"options": {KEY: {"implementation": "x"}}}, "KeyError"),
         ({"options": [1]}, "AttributeError"),
         ({"options": {KEY: None}}, "AttributeError"),
     ],

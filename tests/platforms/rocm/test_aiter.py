@@ -232,7 +232,7 @@ def test_a_kernel_that_cannot_be_built_fails_its_self_test(calls, monkeypatch):
 
     monkeypatch.setattr(sys.modules["aiter"], "silu_and_mul", refuse)
     here = [dataclasses.replace(row, requires=()) for row in rows.implementations("rocm", known)]
-    runtime: Any = SimpleNamespace(info=MI300, device=CPU)
+    runtime: Any = SimpleNamespace(info=MI300, device=CPU, tuned={})
     ops = Ops(Registry.with_reference(here), MI300, runtime)
     assert ops.bind("silu_and_mul", ActivationQuery(64, "bfloat16"))(
         torch.ones(1, 128).bfloat16()

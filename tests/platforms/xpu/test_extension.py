@@ -141,7 +141,7 @@ def test_blocks_pass_the_self_test_of_a_start(make, dtype, monkeypatch):
     registry = Registry.with_reference(XpuPlatform().implementations())
     versions = {"torch": "2.8.0+xpu", "intel-extension-for-pytorch": "2.8.10+xpu"}
     monkeypatch.setattr("headrace.platforms.ops.select", partial(select, versions=versions.get))
-    runtime = SimpleNamespace(device=DEVICE)
+    runtime = SimpleNamespace(device=DEVICE, tuned={})
     query = LinearQuery(4096, 256, dtype, scheme="Q4_0")
     ops = Ops(registry, XpuPlatform.describe("bmg"), runtime)
     ops.bind("linear", query)

@@ -160,6 +160,7 @@ def meta_ops():
             from headrace.platforms.npu.recorder import Captures
 
             self.info, self.device, self.captures = info, META, Captures()
+            self.tuned: dict[str, Any] = {}
 
     runtime: Any = Meta()
     registry = Registry.with_reference(NpuPlatform().implementations())
