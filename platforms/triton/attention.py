@@ -128,6 +128,7 @@ def prefill_options(
         "BLOCK_N": keys,
         "num_warps": warps,
         "num_stages": stages,
+        "TOGETHER": "async_copy" in runtime.info.features,
         "PROGRAMS": 0,  # for each unit, that take tiles in turn; 0: a program for each tile
     }
     name = "prefill_beside" if beside else "prefill"

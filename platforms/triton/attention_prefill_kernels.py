@@ -59,14 +59,15 @@ def prefill_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """tiles [count, 2] int32: (request, its first token in the tile); a tile has BLOCK_M // GROUP tokens, or none
     where the first one lies behind the request's last.
 
     The numbers of the blocks that hold the next keys are loaded while these keys are multiplied, so that loads of keys
     wait for no other load and several are on their way; only keys that some row does not see are compared with rows.
-    Both caches have the same strides: what lies where in them is computed once.
+    Both caches have the same strides: what lies where in them is computed once. TOGETHER: values are asked for with
+    their keys, not after the softmax: where they do not wait in registers.
 
     With PDL the next kernel may start once all programs run and the one before has ended: what that one wrote is there
     for it too, what this one writes is not.
@@ -103,7 +104,8 @@ def prefill_kernel(
             key = n + order
             stored = ids.to(tl.int64) * block_stride + key % SIZE * slot_stride
             keys = rows_at(k_cache + head * run_stride, stored, key < end, D, D_PAD)
-            values = rows_at(v_cache + head * run_stride, stored, key < end, DV, DV_PAD)
+            if TOGETHER:
+                values = rows_at(v_cache + head * run_stride, stored, key < end, DV, DV_PAD)
             after = key + BLOCK_N
             ids = tl.load(blocks + after // SIZE, mask=after < end, other=0)
             keys = tl.trans(keys.to(queries.dtype))
@@ -126,6 +128,8 @@ def prefill_kernel(
             decay = tl.exp2(top - finite)
             total = total * decay + tl.sum(weights, axis=1)
             acc = acc * decay[:, None]
+            if not TOGETHER:
+                values = rows_at(v_cache + head * run_stride, stored, key < end, DV, DV_PAD)
             values = values.to(queries.dtype)
             acc = tl.dot(weights.to(queries.dtype), values, acc, input_precision=PRECISION)
             top = new_top
