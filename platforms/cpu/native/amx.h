@@ -14,7 +14,8 @@ namespace hr {
 constexpr int kTile = 16;  // rows, and columns of the result
 constexpr int64_t kTileBytes = 1024;
 // What stays near: of two panels so many inputs in the first cache, for all rows of a block; of the block as many times
-// so many inputs in the second, for all panels of a chunk. A thread gets from the third a tenth of what it multiplies.
+// so many inputs in the second, for all panels of a chunk. From the third, each of 16 busy cores of an Emerald Rapids gets
+// a few GB/s: x that is read from there again for every second pair of panels held the unit to a seventh of its peak.
 constexpr int64_t kDepth = 512, kDepths = 4, kRowBlock = 256;
 constexpr int64_t kTilePairs = 8;  // pairs of panels whose sums wait in the second cache, at most
 constexpr int64_t kOwnPack = 32;   // rows up to which every thread packs x for itself: cheaper than one more step
