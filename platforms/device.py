@@ -68,7 +68,7 @@ class DeviceRuntime(ABC):
 
     info: DeviceInfo
     device: torch.device
-    # launch options that were measured on this device, by platforms.tuned.key
+    # launch options and implementations that were measured on this device, by platforms.tuned.key
     tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
     @abstractmethod

@@ -298,7 +298,8 @@ def tune(
     json_file: JsonFile = "",
     given: list[Given],
 ) -> None:
-    """Time launch options of the kernels for this model on this device; the next start takes the fastest.
+    """Time launch options of the kernels, and other implementations of attention, for this model on this device; the
+    next start takes the fastest.
 
     [bold]headrace bench tune ./Qwen3-30B-A3B --seconds 600[/bold]
     """

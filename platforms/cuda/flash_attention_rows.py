@@ -14,6 +14,7 @@ from headrace.platforms.cuda.hardware import capability
 from headrace.platforms.device import DeviceInfo
 from headrace.platforms.registry import Check, Implementation, Requirement, Verdict
 
+PACKAGES = ("flashinfer-python", "flash-attn-3", "flash-attn")
 HALVES = ("bfloat16", "float16")
 # FlashInfer's kernels are instantiated for any head; these are what the package builds and tests itself.
 HEADS = (64, 128, 256)

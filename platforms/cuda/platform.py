@@ -44,9 +44,8 @@ class CudaPlatform(Platform):
                 "torch on Linux, or the index that pytorch.org names)"
             )
         versions = {"driver CUDA": driver, "torch CUDA": built}
-        versions |= {
-            name: version for name in ("torch", "triton") if (version := hardware.version_of(name))
-        }
+        names = ("torch", "triton", *flash_attention_rows.PACKAGES)
+        versions |= {name: version for name in names if (version := hardware.version_of(name))}
         return [
             _info(index, device.name, device.arch, device.memory, device.units, versions=versions)
             for index, device in enumerate(found)
