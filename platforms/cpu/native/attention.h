@@ -227,7 +227,7 @@ inline void tile_product(const T* x, int64_t lda, int rows, const uint8_t* b, in
   }
 }
 
-#if defined(HR_BF16_DOTS) && !HR_AMX
+#ifdef HR_BF16_DOTS
 #define HR_TILE_ROWS 1
 // Scores [R][16 P] (kKeyTile floats a row) of queries x keys: panels of 16 keys that lie anywhere. See block_pairs.
 template <int R, int P>
@@ -383,8 +383,8 @@ inline int64_t key_step(int64_t block_size) {
 // Values in pairs of tokens, of which `live` count: how many may be multiplied, zeros behind the last one. Memory there
 // may hold anything, NaN included, and zero times NaN is NaN. buffer: step * d.
 template <class C>
-inline int64_t clean_tail(Tile* v, C* buffer, int64_t live, int64_t step, int64_t d) {
-  const int64_t padded = step % 32 == 0 && !HR_TILE_ROWS ? (live + 31) / 32 * 32 : (live + 1) / 2 * 2;
+inline int64_t clean_tail(Tile* v, C* buffer, int64_t live, int64_t step, int64_t d, bool tiles) {
+  const int64_t padded = step % 32 == 0 && tiles ? (live + 31) / 32 * 32 : (live + 1) / 2 * 2;
   if (padded == live) return live;
   const C* from = reinterpret_cast<const C*>(v->data);
   const int64_t whole = live / 2 * 2 * d, written = (live + 1) / 2 * 2 * d;
@@ -423,11 +423,11 @@ struct TileMemory {
 };
 
 // Rows of queries over keys [begin, end), `begin` a multiple of key_step; last0: the last key that the first row's token
-// sees. AHEAD: the next tile is fetched while one is computed with.
-template <bool AHEAD, class S, class C>
+// sees. DECODE: the few rows of one token; the next tile is fetched while one is computed with.
+template <bool DECODE, class S, class C>
 void attend_tiles(const hr_attention& a, const Cache<S, C>& cache, const TileMemory<C>& mem, const int32_t* table, int head,
                   int rows, int64_t begin, int64_t end, int64_t last0) {
-  constexpr bool kPairs = sizeof(C) == 2;
+  constexpr bool kPairs = sizeof(C) == 2, kByRows = kPairs && HR_TILE_ROWS && (DECODE || !HR_TILES);
   const int group = a.q_heads / a.kv_heads;
   const PrefillState st = mem.st;
   const int64_t d = a.head_dim, s = cache.s;
@@ -438,7 +438,7 @@ void attend_tiles(const hr_attention& a, const Cache<S, C>& cache, const TileMem
   for (int64_t t = begin; t < end; t += span) {
     const int64_t keys = std::min<int64_t>(span, end - t), pieces = (keys + step - 1) / step;
     int64_t width = pieces * step;
-    if constexpr (AHEAD)
+    if constexpr (DECODE)
       for (int64_t next = t + span; next < std::min(end, t + 2 * span); next += step)
         cache.fetch_ahead(table[next / s], head, next % s, std::min(step, end - next));
     auto key_piece = [&](int64_t i, C* buffer) {
@@ -449,10 +449,10 @@ void attend_tiles(const hr_attention& a, const Cache<S, C>& cache, const TileMem
     auto value_piece = [&](int64_t i, C* buffer, int64_t* used) {
       const int64_t live = std::min<int64_t>(step, keys - i * step);
       Tile v = cache.values(table[(t + i * step) / s], head, (t + i * step) % s, live, buffer);
-      *used = kPairs ? clean_tail(&v, buffer, live, step, d) : live;
+      *used = kPairs ? clean_tail(&v, buffer, live, step, d, !kByRows) : live;
       return v;
     };
-    if constexpr (kPairs && HR_TILE_ROWS) {
+    if constexpr (kByRows) {
 #if HR_TILE_ROWS
       const uint8_t* panels[kKeyTile / kCols];
       int64_t ldb = 0;
