@@ -84,9 +84,13 @@ def test_to_the_end_and_no_further(memory):
 
 def test_memory_that_slept_begins_anew(memory):
     allocator, pages = memory
-    comes(pages.data_ptr(), pages.numel(), AHEAD - HUGE)
+    used = 8 * AHEAD
+    allocator.pages.used(pages.data_ptr(), used)
+    assert comes(pages.data_ptr(), pages.numel(), used) >= used
     allocator.sleep("kv_cache", keep=False)
-    time.sleep(0.05)  # nothing brings it back
-    assert resident(pages.data_ptr(), pages.numel()) <= HUGE
+    time.sleep(
+        0.05
+    )  # nothing brings it back: both ends are written, and one piece may have been on its way
+    assert resident(pages.data_ptr(), pages.numel()) <= 3 * HUGE
     allocator.wake("kv_cache")
     assert comes(pages.data_ptr(), pages.numel(), AHEAD - HUGE) >= AHEAD - HUGE
