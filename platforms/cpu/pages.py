@@ -7,6 +7,7 @@ it was used and AHEAD bytes more.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -16,12 +17,10 @@ from typing import Any
 
 import torch
 
-AHEAD = (
-    4 << 20
-)  # bytes of one layer's cache: some thousand tokens of a small model, a prompt of a large one
-_PIECE = (
-    2 << 20
-)  # a huge page; taken one by one, so that nobody who changes the address space waits for long
+# Bytes of one layer's cache: some thousand tokens of a small model, a prompt of a large one.
+AHEAD = 4 << 20
+# A huge page. They are taken one by one, so that nobody who changes the address space waits for long.
+_PIECE = 2 << 20
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; mmap has no name for it
 
 
@@ -72,16 +71,18 @@ class PagesAhead:
         self._wanted.put(None)
         if self._thread is not None:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._take, name="pages-ahead", daemon=True)
             self._thread.start()
+            # a thread that still runs when the interpreter ends is unwound, which C++ below it answers with abort()
+            atexit.register(self.close)
 
     def _take(self) -> None:
-        os.setpriority(
-            os.PRIO_PROCESS, threading.get_native_id(), 19
-        )  # of this thread alone, on Linux
+        # of this thread alone, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (asked := self._wanted.get()) is not None:
             memory, first, last = asked
             start = memory.data_ptr()
