@@ -132,7 +132,9 @@ def prefill_options(
         "PROGRAMS": 0,  # for each unit, that take tiles in turn; 0: a program for each tile
     }
     name = "prefill_beside" if beside else "prefill"
-    return launch_options(name, query, runtime, options, dependent=True)
+    chosen = launch_options(name, query, runtime, options, dependent=True)
+    # a device's tile may be too small for the heads of one token
+    return chosen | {"BLOCK_M": max(chosen["BLOCK_M"], power_of_two(group, 16))}
 
 
 def write_options(query: AttentionQuery, runtime: DeviceRuntime) -> dict[str, Any]:
@@ -356,8 +358,10 @@ class TritonAttention(PagedAttention):
 
     def _partial(self, out: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the parts' results and the logarithms of their sums."""
-        if plan.splits == 1:
-            return out, out  # not used
+        if (
+            plan.splits == 1
+        ):  # not used, but of the same dtype: another would be another kernel to compile
+            return self._no_sinks, self._no_sinks
         parts = (plan.decodes, self.query.q_heads, plan.splits)
         lse = torch.empty(parts, dtype=torch.float32, device=out.device)
         return lse.new_empty(*parts, self.query.v_head_dim), lse

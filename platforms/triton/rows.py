@@ -16,7 +16,7 @@ TRITON = "triton"
 FLOATS = ("float32", "bfloat16", "float16")
 KV_DTYPES = (*FLOATS, "fp8_e4m3")
 # Ops whose kernels are newer than the last run of the contract tests on a device.
-NEWER = frozenset({"paged_attention"})
+NEWER = frozenset({"paged_attention", "fused_experts"})
 # What one program can hold of a row, in elements.
 WIDEST_ROW = 65536
 WIDEST_HEAD = 256
