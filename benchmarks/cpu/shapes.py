@@ -259,7 +259,7 @@ def main() -> None:
         parser.error(f"no part {', '.join(sorted(unknown))}; take of: {', '.join(PARTS)}")
     results: list[dict[str, Any]] = []
     report = record("benchmarks.cpu.shapes", {"model": asked.model, "only": asked.only}, results)
-    report["commit"] = report["commit"] or asked.commit
+    report["commit"] = asked.commit or report["commit"]
     with tempfile.TemporaryDirectory() as scratch:
         for row in rows(asked, only, Path(scratch)):
             results.append(row)

@@ -123,7 +123,7 @@ def main() -> None:
         "benchmarks.cuda.profiles", {"models": asked.models, "serve": asked.extra}, results
     )
     report["machine"]["device"] = device()
-    report["commit"] = report["commit"] or asked.commit
+    report["commit"] = asked.commit or report["commit"]
     if asked.json:
         write_json(asked.json, report)
 

@@ -126,7 +126,7 @@ def main() -> None:
     arguments = {"models": asked.models, "serve": asked.extra}
     report = record("benchmarks.cuda.run", arguments, results)
     report["machine"]["device"] = device()
-    report["commit"] = report["commit"] or asked.commit
+    report["commit"] = asked.commit or report["commit"]
     if asked.json:
         write_json(asked.json, report)
 
