@@ -30,7 +30,7 @@ _MANY_DECODES = (32, 1, 2)
 # By the size of heads, up to which they serve: BLOCK_M, BLOCK_N, warps, stages and programs a unit of prompts.
 _PROMPTS = {64: (128, 64, 4, 3, 0), 128: (64, 64, 4, 3, 2), 256: (128, 64, 8, 2, 1)}
 _PROMPTS_BESIDE = {**_PROMPTS, 128: (64, 64, 4, 3, 1)}  # decodes
-_DECODES_BESIDE = {4: (32, 1, 3, True), 8: (16, 1, 3, True)}  # those prompts; as _FEW_DECODES
+_DECODES_BESIDE = {4: (32, 1, 3), 8: (16, 1, 3)}  # prompts of such heads; as _FEW_DECODES
 
 
 def kernel_options(
@@ -56,8 +56,11 @@ def kernel_options(
     if kernel.startswith("decode") and query.head_dim <= 128 >= query.v_head_dim:
         group = query.q_heads // query.kv_heads
         decode = _FEW_DECODES.get(group) if kernel == "decode" else _MANY_DECODES
-        if kernel == "decode_beside" and max(query.head_dim, query.v_head_dim) > 64:
+        ahead = kernel == "decode_beside" and max(query.head_dim, query.v_head_dim) > 64
+        if ahead:
             decode = _DECODES_BESIDE.get(group, _DECODES_BESIDE[4])
-        names = ("BLOCK_N", "num_warps", "num_stages", "AHEAD")
-        return dict(zip(names, decode, strict=False)) if decode else {}
+        if not decode:
+            return {}
+        wanted = dict(zip(("BLOCK_N", "num_warps", "num_stages"), decode, strict=True))
+        return {**wanted, "AHEAD": ahead}
     return {}
