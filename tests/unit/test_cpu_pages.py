@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import time
 
+import numpy as np
 import pytest
 
 from headrace.platforms.cpu.pages import AHEAD, MADVISE, POPULATE_WRITE
@@ -47,9 +48,13 @@ def comes(address: int, nbytes: int, wanted: int) -> int:
 
 
 @pytest.fixture
-def memory():
+def memory(monkeypatch):
+    """Fresh from the system: what the C library has at hand may have pages from its last use."""
     allocator = CpuAllocator()
-    yield allocator, allocator.reserve(16 * AHEAD, "kv_cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", lambda size, dtype: np.frombuffer(mmap.mmap(-1, size), dtype))
+        reserved = allocator.reserve(16 * AHEAD, "kv_cache")
+    yield allocator, reserved
     allocator.pages.close()
 
 

@@ -13,7 +13,8 @@ from headrace.platforms.cuda.platform import CudaPlatform
 from headrace.platforms.graph import GraphSupport
 from tests.engine.driver import LocalEngine, config_for, greedy
 
-pytestmark = pytest.mark.device
+REASON = CudaPlatform.plausible()
+pytestmark = [pytest.mark.device, pytest.mark.skipif(bool(REASON), reason=str(REASON))]
 
 FAMILIES = (
     "llama",
