@@ -50,9 +50,13 @@ def comes(address: int, nbytes: int, wanted: int) -> int:
 @pytest.fixture
 def memory(monkeypatch):
     """Fresh from the system: what the C library has at hand may have pages from its last use."""
-    allocator = CpuAllocator()
+    allocator, private = CpuAllocator(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+    def fresh(size, dtype):
+        return np.frombuffer(mmap.mmap(-1, size, flags=private), dtype)
+
     with monkeypatch.context() as patch:
-        patch.setattr(np, "zeros", lambda size, dtype: np.frombuffer(mmap.mmap(-1, size), dtype))
+        patch.setattr(np, "zeros", fresh)
         reserved = allocator.reserve(16 * AHEAD, "kv_cache")
     yield allocator, reserved
     allocator.pages.close()
