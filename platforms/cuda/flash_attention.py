@@ -7,6 +7,7 @@ shared attention reads, too. flash_attention_rows.py says what they can serve, w
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,7 @@ class LibraryAttention(TritonAttention):
             self.compute(q[:count], k_cache, v_cache, plan, out[:count])
         return out
 
+    @abstractmethod
     def compute(
         self,
         q: torch.Tensor,
@@ -101,7 +103,6 @@ class LibraryAttention(TritonAttention):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """`attend` without padding, into `out` where it is given."""
-        raise NotImplementedError
 
     def pinned(self, arrays: Sequence[np.ndarray]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Integers of a plan in one piece of pinned memory: views of each there, and all of them on the device."""

@@ -109,6 +109,35 @@ def test_kernels_are_compiled_ahead_and_not_launched(recorder):
     assert [entry[0] for entry in recorder.launches] == ["jit", "direct"]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_not_computed_ahead_is_zero(recorder, inference, monkeypatch):
+    """An operator behind it takes it for indices. Fresh memory is filled with the largest numbers here."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    was = torch.are_deterministic_algorithms_enabled()
+    launch, rows, found = Launcher(recorder, OPTIONS), torch.randn(4, 3), []
+
+    def body():
+        x = torch.full((1 << 16,), 7.0)
+        fresh = (
+            torch.empty(1 << 16, dtype=torch.int64),
+            x.new_empty(1 << 16, dtype=torch.int64),
+            torch.empty_like(x, dtype=torch.int64),
+            torch.empty_strided((256, 256), (1, 256), dtype=torch.int64).flatten(),
+        )
+        for ids in fresh:
+            launch(GRID, x, ids, 5, 0.5)
+            found.append(rows[ids])
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.inference_mode(inference):
+            compile_ahead(body)
+    finally:
+        torch.use_deterministic_algorithms(was)
+    assert len(found) == 4 and all((one == rows[0]).all() for one in found)
+    assert not any(entry[0] != "compiled" for entry in recorder.launches)
+
+
 def test_a_kernel_is_not_compiled_ahead_again_and_again(recorder):
     launch = Launcher(recorder, OPTIONS)
     x, y = torch.zeros(32), torch.zeros(32)
